@@ -1,0 +1,1 @@
+"""The command line: `kvreturn serve | up | envoy-config | sim | demo`."""

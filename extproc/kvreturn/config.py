@@ -1,0 +1,232 @@
+"""The settings model, and loading it from YAML with errors that name the line."""
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+
+from kvreturn.core.address import split_address
+
+SECRET_ENV = "KVRETURN_SECRET"  # noqa: S105 - the name of a variable, not a secret
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be used; the message has one line per problem, with file and line number."""
+
+
+def _address(value: str) -> str:
+    split_address(value)
+    return value
+
+
+def _listen(value: str) -> str:
+    return value if value.startswith("unix:/") else _address(value)
+
+
+Address = Annotated[str, AfterValidator(_address), Field(examples=["10.0.0.7:8000", "[fd00::7]:8000"])]
+Listen = Annotated[str, AfterValidator(_listen)]
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(gt=0)]
+Proof = Literal["connector", "router", "trusted", "off"]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Pools(_Model):
+    """The vLLM nodes."""
+
+    prefill: list[Address] = Field(min_length=1, description="Prefill nodes, `host:port` of their OpenAI server.")
+    decode: list[Address] = Field(min_length=1, description="Decode nodes, `host:port` of their OpenAI server.")
+
+
+class Prefill(_Model):
+    """The prefill leg."""
+
+    via: Literal["envoy", "direct"] = Field(
+        "envoy",
+        description="`envoy`: through the loopback prefill listener, so that mTLS, circuit breaking, access logs and "
+        "tracing apply. `direct`: the router connects to the node itself.",
+    )
+    timeout: Positive = Field(60.0, description="Seconds for the whole leg, its one cold retry included.")
+    on_failure: Literal["fallback", "error"] = Field(
+        "fallback",
+        description="When prefill failed twice: `fallback` lets the decode node do the turn alone, `error` answers 502 "
+        "or 504.",
+    )
+
+
+class Store(_Model):
+    """The session store."""
+
+    ttl: Positive = Field(
+        450.0,
+        description="Seconds for which a handle may be used. Keep it below vLLM's `decoder_kv_blocks_ttl` (default "
+        "480) by more than the 5 s margin within which a prefill node declines a read.",
+    )
+    max_entries: Count = Field(100_000, description="Upper bound of stored handles; the oldest go first.")
+    max_bytes: Count = Field(1 << 30, description="Upper bound of bytes of stored handles; the oldest go first.")
+    deadline: Positive = Field(0.02, description="Seconds a store call may take before the turn goes on without it.")
+
+
+class Model(_Model):
+    """What differs for one model."""
+
+    proof: Proof | None = Field(None, description="As the top-level `proof`, for this model.")
+
+
+class Limits(_Model):
+    """Upper bounds."""
+
+    request_bytes: Count = Field(32 << 20, description="Largest request body; beyond it the client gets 413.")
+    event_bytes: Count = Field(
+        4 << 20,
+        description="Largest response event that is parsed. A larger one is passed on as it comes, without its handle.",
+    )
+    response_bytes: Count = Field(16 << 20, description="As `event_bytes`, for a JSON response body.")
+    min_tokens: Annotated[int, Field(ge=0)] = Field(
+        64, description="Handles for fewer tokens are not attached (vLLM's `kv_recompute_threshold`, same default)."
+    )
+
+
+class Breaker(_Model):
+    """Stops attaching the handles of a decode engine whose reads fail (field report 83)."""
+
+    failures: Count = Field(5, description="So many failed reads of one engine's handles within `window` open it.")
+    window: Positive = Field(60.0, description="Seconds over which failures count, and for which it stays open.")
+
+
+class Envoy(_Model):
+    """What `kvreturn envoy-config` and `kvreturn up` put into Envoy's bootstrap."""
+
+    listen: Address = Field("127.0.0.1:8000", description="Where clients connect.")
+    prefill_listen: Address = Field(
+        "127.0.0.1:8001", description="The router's way to prefill nodes; keep it on a loopback address."
+    )
+    admin: Address = Field("127.0.0.1:9901", description="Envoy's admin port; keep it on a loopback address.")
+    request_body_mode: Literal["BUFFERED", "FULL_DUPLEX_STREAMED"] = Field(
+        "BUFFERED", description="BUFFERED gave the lowest time to first token for bodies of 100 KB to 1 MB."
+    )
+    response_body_mode: Literal["STREAMED", "FULL_DUPLEX_STREAMED"] = Field(
+        "STREAMED", description="STREAMED fails cleanly when the router dies; FULL_DUPLEX_STREAMED can hang."
+    )
+    stream_idle_timeout: Positive = Field(300.0, description="Seconds without a byte after which Envoy ends a stream.")
+    health_check_path: str = Field("/health", description="Path of vLLM's health check.")
+
+
+class Settings(_Model):
+    """Everything one router needs to know."""
+
+    listen: Listen = Field(
+        "127.0.0.1:9090", description="Where Envoy reaches the ext_proc server: `host:port` or `unix:/path`."
+    )
+    admin: Address | None = Field(
+        "127.0.0.1:9091", description="Metrics and health over HTTP; null for none. Keep it off public networks."
+    )
+    pools: Pools
+    prefill: Prefill = Prefill()
+    store: Store = Store()
+    proof: Proof = Field(
+        "connector",
+        description="What proves that the decode node's blocks are the new prompt's prefix. `connector`: the kvreturn "
+        "connector on both nodes; the handle is sealed, so that a stock prefill node ignores it. `router`: connector "
+        "on the decode node, stock prefill node with `bidirectional_kv_xfer`; the router compares tokens from the "
+        "prefill node's `/tokenize`. `trusted`: no proof, equal messages only; see the README before you use it. "
+        "`off`: no handle is ever attached.",
+    )
+    models: dict[str, Model] = Field({}, description="Exceptions by model name.")
+    secret: SecretStr = Field(
+        SecretStr(""),
+        description="Key for fingerprints, tenants and handle MACs; the same on all routers, and on the nodes if they "
+        f"check it. Better given as ${SECRET_ENV}. Empty: fingerprints use a random key of this process.",
+    )
+    tenant_header: str | None = Field(
+        None,
+        description="Header that your auth filter sets to the caller's tenant. Without it, tenants are told apart by "
+        "a keyed hash of the credential.",
+    )
+    limits: Limits = Limits()
+    breaker: Breaker = Breaker()
+    drain_timeout: Positive = Field(30.0, description="Seconds for which running streams may end after SIGTERM.")
+    envoy: Envoy = Envoy()
+
+    @model_validator(mode="after")
+    def _distinct_ports(self) -> Self:
+        listens = [self.listen, self.envoy.listen, self.envoy.prefill_listen, self.envoy.admin, self.admin]
+        taken = [a for a in listens if a]
+        if len(set(taken)) < len(taken):
+            raise ValueError("listen, admin, envoy.listen, envoy.prefill_listen and envoy.admin must all differ")
+        return self
+
+    def proof_for(self, model: str) -> Proof:
+        """The proof level that applies to `model`."""
+        special = self.models.get(model)
+        return special.proof if special and special.proof else self.proof
+
+
+def load_settings(path: Path, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Read settings from a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, or has a wrong or unknown member.
+    """
+    try:
+        text = path.read_text()
+        node = yaml.compose(text, yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: not YAML: {e}") from e
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: the file must hold one mapping; see the README for the smallest one")
+    if environ.get(SECRET_ENV):
+        data["secret"] = environ[SECRET_ENV]
+    try:
+        return Settings.model_validate(data)
+    except ValidationError as e:
+        lines = [f"{path}:{_line(node, err['loc'])}: {_explain(err)}" for err in e.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _line(node: yaml.Node | None, loc: tuple[int | str, ...]) -> int:
+    """The line of the member that `loc` names, or of the nearest one around it."""
+    line = 1
+    for step in loc:
+        found = None
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.value == step:
+                    line, found = key.start_mark.line + 1, value
+        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+            found = node.value[step]
+            line = found.start_mark.line + 1
+        if found is None:
+            break
+        node = found
+    return line
+
+
+def _explain(err: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails, whose members vary
+    loc = err["loc"]
+    where = ".".join(str(part) for part in loc)
+    if err["type"] != "extra_forbidden":
+        return f"{where}: {err['msg']}" if where else str(err["msg"])
+    close = difflib.get_close_matches(str(loc[-1]), _known(loc[:-1]), n=1)
+    return f"{where}: unknown setting" + (f"; did you mean `{close[0]}`?" if close else "")
+
+
+def _known(loc: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Settings
+    for step in loc:
+        field = model.model_fields.get(str(step))
+        if field is None:
+            return list(Model.model_fields)  # below `models`, whose keys are free
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+    return list(model.model_fields)

@@ -1,0 +1,215 @@
+"""What the turn needs to know of an API."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvreturn.core.fingerprint import Trail
+from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
+
+
+class BadRequestError(ValueError):
+    """The client's request cannot be processed; the message tells the client why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What shapes the prompt of a request.
+
+    Attributes:
+        model: the request's `model`, empty if it names none.
+        root: what the whole prompt depends on besides `items`.
+        items: the prompt in parts, canonical, oldest first.
+        has_answer: whether it holds an earlier answer, so that a turn before it must have been.
+        choices: how many answers are asked for.
+        stream: whether the answer is streamed.
+        tokenizable: whether `/tokenize` of vLLM renders exactly this prompt.
+        tokens: the prompt's token ids, where the client sent just these.
+    """
+
+    model: str
+    root: Any
+    items: Sequence[bytes]
+    has_answer: bool
+    choices: int
+    stream: bool
+    tokenizable: bool
+    tokens: Sequence[int] | None = None
+
+
+@dataclass(slots=True)
+class Usage:
+    """Token counts of a response, None where it does not say."""
+
+    prompt: int | None = None
+    completion: int | None = None
+    cached: int | None = None
+
+    def read(self, obj: Any) -> None:  # noqa: ANN401 - JSON
+        """Take what an OpenAI `usage` object says; keep what it does not."""
+        if not isinstance(obj, dict):
+            return
+        details = obj.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        for name, value in (
+            ("prompt", obj.get("prompt_tokens")),
+            ("completion", obj.get("completion_tokens")),
+            ("cached", cached),
+        ):
+            if type(value) is int:
+                setattr(self, name, value)
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as the client saw it, collected chunk by chunk.
+
+    Attributes:
+        usage: as far as the response tells.
+        finish_reasons: by choice index.
+        error: type or code of an error that came inside a response with status 200, or None.
+    """
+
+    usage: Usage = field(default_factory=Usage)
+    finish_reasons: dict[int, str] = field(default_factory=dict)
+    error: str | None = None
+
+    def read(self, obj: Mapping[str, Any], *, stream: bool) -> None:
+        """Take a response body (`stream` False) or one chunk of a stream."""
+        error = obj.get("error")
+        if error:
+            code = error.get("code") or error.get("type") if isinstance(error, Mapping) else None
+            self.error = str(code or "error")
+        self.usage.read(obj.get("usage"))
+        choices = obj.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if not isinstance(choice, Mapping):
+                continue
+            index = choice.get("index", 0)
+            if isinstance(choice.get("finish_reason"), str):
+                self.finish_reasons[index] = choice["finish_reason"]
+            if index == 0:
+                self.read_choice(choice, stream=stream)
+
+    def read_choice(self, choice: Mapping[str, Any], *, stream: bool) -> None:
+        """Take what one body or chunk says of the first choice."""
+        raise NotImplementedError
+
+    def items(self, *, strict: bool) -> Sequence[bytes] | None:
+        """What the next prompt holds in place of this answer, None if the answer tells nobody for sure.
+
+        Args:
+            strict: as for `API.read`.
+        """
+        raise NotImplementedError
+
+
+class API(Protocol):
+    """An adapter. Stateless."""
+
+    name: str
+    path: str
+
+    def read(self, body: ObjectText, *, strict: bool) -> Prompt:
+        """Read a request.
+
+        Args:
+            body: the client's body.
+            strict: two prompts share items only if nothing at all speaks against equal token prefixes (proof level
+                `trusted`). Otherwise tokens are compared later, and items leave out what clients change when they
+                replay an answer.
+
+        Raises:
+            BadRequestError: the prompt is missing or has no shape the API knows.
+        """
+
+    def prefill_body(self, body: ObjectText, params: bytes) -> bytes:
+        """The P leg's body: same prompt, one token, not streamed, with `params` as `kv_transfer_params`."""
+
+    def tokenize_body(self, body: ObjectText) -> bytes:
+        """Body for vLLM's `/tokenize` that renders the same prompt."""
+
+    def extend(self, prompt: Trail, body: ObjectText, answer: Answer, *, strict: bool) -> Trail | None:
+        """The trail of the prompt with its answer, as the next request will have it. None if it cannot be known."""
+
+    def answer(self) -> Answer:
+        """An empty answer to collect into."""
+
+
+def prefill_edit(body: ObjectText, params: bytes, limits: Sequence[str]) -> bytes:
+    """What all OpenAI APIs have in common on the P leg (protocol.md, "One turn, on the wire", 1).
+
+    Args:
+        body: the client's body.
+        params: raw `kv_transfer_params`.
+        limits: names of the API's output limits; the first is set to 1, the others where the client sent them.
+    """
+    put = {"stream": b"false", limits[0]: b"1", "kv_transfer_params": params}
+    put |= {name: b"1" for name in [*limits[1:], "n"] if name in body}
+    return body.edit(drop=_PREFILL_DROPS, put=put)
+
+
+_PREFILL_DROPS = frozenset(
+    {
+        "stream_options",  # refused without `stream`
+        "min_tokens",  # refused above `max_tokens`
+        "logprobs",  # these only cost
+        "top_logprobs",
+        "prompt_logprobs",
+        "echo",
+        "best_of",  # several sequences: one handle could not be told from another's
+        "use_beam_search",
+    }
+)
+
+# Members of OpenAI requests that leave the prompt's tokens alone. What is not listed is taken to shape the prompt.
+NOT_SHAPING = frozenset(
+    {
+        *("stream", "stream_options", "n", "best_of", "use_beam_search", "length_penalty", "seed", "user", "metadata"),
+        *("temperature", "top_p", "top_k", "min_p", "typical_p", "frequency_penalty", "presence_penalty"),
+        *("repetition_penalty", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "logit_bias"),
+        *("max_tokens", "max_completion_tokens", "min_tokens", "logprobs", "top_logprobs", "prompt_logprobs"),
+        *("skip_special_tokens", "spaces_between_special_tokens", "priority", "request_id", "return_token_ids"),
+        *("return_tokens_as_token_ids", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("parallel_tool_calls", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "allowed_token_ids"),
+        *("bad_words", "repetition_detection", "thinking_token_budget"),
+    }
+)
+
+
+def shaping(body: ObjectText, besides: Sequence[str]) -> dict[str, Any]:
+    """All members that may shape the prompt, decoded, but for those of these names."""
+    names = {m.name for m in body.members} - NOT_SHAPING - set(besides)
+    return {name: body.load(name) for name in sorted(names)}
+
+
+def read_model(body: ObjectText) -> str:
+    """The request's `model`; empty where it names none, as vLLM then takes its own."""
+    model = _load(body, "model")
+    if model is not None and not isinstance(model, str):
+        raise BadRequestError("`model` must be a string")
+    return model or ""
+
+
+def read_common(body: ObjectText) -> tuple[int, bool]:
+    """Number of choices asked for, and whether the answer is streamed."""
+    counts = [_load(body, name) for name in ("n", "best_of")]
+    choices = max([c for c in counts if type(c) is int] or [1])
+    if _load(body, "use_beam_search"):
+        choices = max(choices, 2)
+    return choices, _load(body, "stream") is True
+
+
+def error_body(message: str, kind: str, code: int) -> bytes:
+    """A JSON body in the OpenAI API's error shape, as vLLM writes it."""
+    error = {"message": message, "type": kind, "param": None, "code": code}
+    return json.dumps({"error": error}, separators=(",", ":")).encode()
+
+
+def _load(body: ObjectText, name: str) -> Any:  # noqa: ANN401 - JSON
+    raw = body.get(name)
+    try:
+        return None if raw is None else loads(raw)
+    except JSONTextError as e:
+        raise BadRequestError(f"`{name}`: {e}") from None

@@ -1,0 +1,179 @@
+"""`POST /v1/chat/completions`."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvreturn.core.api.base import (
+    Answer,
+    BadRequestError,
+    Prompt,
+    prefill_edit,
+    read_common,
+    read_model,
+    shaping,
+)
+from kvreturn.core.fingerprint import Trail, canonical
+from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
+
+_REASONING = ("reasoning", "reasoning_content")  # vLLM's name, and the older one that others use
+# Members that vLLM 0.32.0's /tokenize renders as the chat endpoint does. A request with any other member that may shape
+# the prompt is not tokenizable.
+_TOKENIZE = (
+    *("model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
+    *("continue_final_message", "add_special_tokens", "mm_processor_kwargs"),
+)
+_TOKENIZE_SAFE = frozenset({"model", "messages", "tools", "chat_template_kwargs", "cache_salt"})
+
+
+class Chat:
+    """Messages are the items, so every message boundary can end a predecessor."""
+
+    name = "chat"
+    path = "/v1/chat/completions"
+
+    def read(self, body: ObjectText, *, strict: bool) -> Prompt:
+        """See `API.read`."""
+        try:
+            messages = body.load("messages")
+        except JSONTextError as e:
+            raise BadRequestError(f"`messages`: {e}") from None
+        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+            raise BadRequestError("`messages` must be a list of at least one message object")
+        model, (choices, stream) = read_model(body), read_common(body)
+        root: list[Any] = [self.name, model, body.load("cache_salt")]
+        if strict:
+            root.append(shaping(body, ("model", "messages", "cache_salt")))
+        return Prompt(
+            model=model,
+            root=root,
+            items=[_message(m, strict=strict) for m in messages],
+            has_answer=any(m.get("role") == "assistant" for m in messages),
+            choices=choices,
+            stream=stream,
+            tokenizable=_tokenizable(body) and not any(_multimodal(m) for m in messages),
+        )
+
+    def prefill_body(self, body: ObjectText, params: bytes) -> bytes:
+        """See `API.prefill_body`."""
+        return prefill_edit(body, params, ("max_tokens", "max_completion_tokens"))
+
+    def tokenize_body(self, body: ObjectText) -> bytes:
+        """See `API.tokenize_body`."""
+        return body.without({m.name for m in body.members} - set(_TOKENIZE))
+
+    def extend(self, prompt: Trail, body: ObjectText, answer: Answer, *, strict: bool) -> Trail | None:
+        """See `API.extend`."""
+        del body
+        items = answer.items(strict=strict)
+        return None if items is None else prompt.extend(items)
+
+    def answer(self) -> Answer:
+        """See `API.answer`."""
+        return ChatAnswer()
+
+
+@dataclass(slots=True)
+class ChatAnswer(Answer):
+    """The assistant message of the first choice."""
+
+    content: list[str] = field(default_factory=list)
+    refusal: list[str] = field(default_factory=list)
+    reasoned: bool = False
+    tool_calls: dict[int, dict[str, str]] = field(default_factory=dict)
+
+    def read_choice(self, choice: Mapping[str, Any], *, stream: bool) -> None:
+        """See `Answer.read_choice`."""
+        message = choice.get("delta" if stream else "message")
+        if not isinstance(message, Mapping):
+            return
+        for name, parts in (("content", self.content), ("refusal", self.refusal)):
+            if isinstance(message.get(name), str):
+                parts.append(message[name])
+        self.reasoned |= any(message.get(name) for name in _REASONING)
+        calls = message.get("tool_calls")
+        for position, call in enumerate(calls if isinstance(calls, list) else ()):
+            if isinstance(call, Mapping):
+                self._read_call(call.get("index", position), call)
+
+    def _read_call(self, index: int, call: Mapping[str, Any]) -> None:
+        known = self.tool_calls.setdefault(index, {"id": "", "type": "", "name": "", "arguments": ""})
+        function = call.get("function")
+        function = function if isinstance(function, Mapping) else {}
+        for name, value in (("id", call.get("id")), ("type", call.get("type")), ("name", function.get("name"))):
+            if isinstance(value, str):
+                known[name] = value
+        if isinstance(function.get("arguments"), str):
+            known["arguments"] += function["arguments"]
+
+    def items(self, *, strict: bool) -> Sequence[bytes] | None:
+        """See `Answer.items`. Under `strict`, an answer with reasoning tells nothing: templates drop it later."""
+        if strict and self.reasoned:
+            return None
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.content)}
+        if self.refusal:
+            message["refusal"] = "".join(self.refusal)
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": c["id"], "type": c["type"], "function": {"name": c["name"], "arguments": c["arguments"]}}
+                for _, c in sorted(self.tool_calls.items())
+            ]
+        return [_message(message, strict=strict)]
+
+
+def _tokenizable(body: ObjectText) -> bool:
+    names = set(shaping(body, ()))
+    if (
+        body.load("tool_choice") != "none"
+    ):  # vLLM may leave the tools out for it (--exclude-tools-when-tool-choice-none)
+        names.discard("tool_choice")
+    return names <= _TOKENIZE_SAFE
+
+
+def _message(message: Mapping[str, Any], *, strict: bool) -> bytes:
+    return canonical(_strict(message) if strict else _loose(message))
+
+
+def _strict(message: Mapping[str, Any]) -> dict[str, Any]:
+    """All of it, but for null, which means the same as a missing member, as does an empty content."""
+    return {k: v for k, v in message.items() if v not in (None, [], "")}
+
+
+def _loose(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What survives clients that replay an answer: no reasoning, no ids, tool arguments by value."""
+    out: dict[str, Any] = {"role": message.get("role")}
+    content = _content(message.get("content"))
+    if content:
+        out["content"] = content
+    if message.get("refusal"):
+        out["refusal"] = message["refusal"]
+    calls = message.get("tool_calls")
+    if isinstance(calls, list) and calls:
+        out["tool_calls"] = [_call(c) for c in calls]
+    return out
+
+
+def _content(content: Any) -> Any:  # noqa: ANN401 - JSON
+    """Text as one string, however it was divided into parts."""
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        return "".join(p["text"] for p in content)
+    return content
+
+
+def _call(call: Any) -> Any:  # noqa: ANN401 - JSON
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(JSONTextError):  # cut off by a length limit: compared as text
+            arguments = [loads(arguments.encode(errors="surrogatepass"))]
+    return [function.get("name"), arguments]
+
+
+def _multimodal(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    return isinstance(content, list) and not all(
+        isinstance(p, str) or (isinstance(p, dict) and p.get("type") == "text") for p in content
+    )

@@ -1,0 +1,100 @@
+"""`POST /v1/completions`."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvreturn.core.api.base import Answer, BadRequestError, Prompt, prefill_edit, read_common, read_model, shaping
+from kvreturn.core.fingerprint import Trail, segments
+from kvreturn.core.jsontext import JSONTextError, ObjectText
+
+# A prompt without messages has no boundaries of its own, so items are pieces of this many bytes of text, or token ids
+# times four. A shorter prompt has no item: it is below any useful threshold for a read.
+_SEGMENT = 256
+_TOKENIZE = ("model", "prompt", "add_special_tokens")
+_TOKENIZE_SAFE = frozenset({"model", "prompt", "cache_salt"})
+
+
+class Completions:
+    """The prompt is text or token ids; the next one begins with the prompt and the answer of this one."""
+
+    name = "completions"
+    path = "/v1/completions"
+
+    def read(self, body: ObjectText, *, strict: bool) -> Prompt:
+        """See `API.read`."""
+        prompt = _prompt(body)
+        model, (choices, stream) = read_model(body), read_common(body)
+        root: list[Any] = [self.name, model, body.load("cache_salt"), isinstance(prompt, str)]
+        if strict:
+            root.append(shaping(body, ("model", "prompt", "cache_salt")))
+        batch = isinstance(prompt, list) and not _is_ids(prompt)
+        return Prompt(
+            model=model,
+            root=root,
+            items=[] if batch else segments(_octets(prompt), _SEGMENT),
+            has_answer=False,
+            choices=max(choices, 2) if batch else choices,
+            stream=stream,
+            tokenizable=isinstance(prompt, str) and set(shaping(body, ())) <= _TOKENIZE_SAFE,
+            tokens=prompt if isinstance(prompt, list) and not batch else None,
+        )
+
+    def prefill_body(self, body: ObjectText, params: bytes) -> bytes:
+        """See `API.prefill_body`."""
+        return prefill_edit(body, params, ("max_tokens",))
+
+    def tokenize_body(self, body: ObjectText) -> bytes:
+        """See `API.tokenize_body`."""
+        return body.without({m.name for m in body.members} - set(_TOKENIZE))
+
+    def extend(self, prompt: Trail, body: ObjectText, answer: Answer, *, strict: bool) -> Trail | None:
+        """See `API.extend`. Under `strict` never: the last piece is not whole, so equality cannot be told."""
+        text = _prompt(body)
+        if strict or not isinstance(text, str) or not isinstance(answer, CompletionsAnswer):
+            return None
+        rest = _octets(text)[prompt.depth * _SEGMENT :] + "".join(answer.text).encode(errors="surrogatepass")
+        return prompt.extend(segments(rest, _SEGMENT))
+
+    def answer(self) -> Answer:
+        """See `API.answer`."""
+        return CompletionsAnswer()
+
+
+@dataclass(slots=True)
+class CompletionsAnswer(Answer):
+    """The text of the first choice."""
+
+    text: list[str] = field(default_factory=list)
+
+    def read_choice(self, choice: Mapping[str, Any], *, stream: bool) -> None:
+        """See `Answer.read_choice`."""
+        del stream
+        if isinstance(choice.get("text"), str):
+            self.text.append(choice["text"])
+
+    def items(self, *, strict: bool) -> Sequence[bytes] | None:
+        """See `Answer.items`. The answer alone ends at no boundary; `Completions.extend` puts it together."""
+        del strict
+        return None
+
+
+def _prompt(body: ObjectText) -> Any:  # noqa: ANN401 - JSON
+    try:
+        prompt = body.load("prompt")
+    except JSONTextError as e:
+        raise BadRequestError(f"`prompt`: {e}") from None
+    if not isinstance(prompt, str | list) or not prompt:
+        raise BadRequestError("`prompt` must be a text or a list of token ids")
+    return prompt
+
+
+def _is_ids(prompt: list[Any]) -> bool:
+    return all(type(t) is int and 0 <= t < 2**32 for t in prompt)
+
+
+def _octets(prompt: str | list[int]) -> bytes:
+    if isinstance(prompt, str):
+        return prompt.encode(errors="surrogatepass")
+    return array("I", prompt).tobytes()

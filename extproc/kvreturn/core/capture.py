@@ -1,0 +1,244 @@
+"""Takes the handle out of D's response as it passes, and collects what the client sees of the answer."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from kvreturn.core.api.base import Answer
+from kvreturn.core.handle import PARAMS
+from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
+from kvreturn.core.sse import Event, SSEDecoder, event_end, split_events
+from kvreturn.core.strip import MemberStripper
+
+# Transfer parameters of the KV cache and of the encoder cache: both name nodes, neither is a client's business.
+HIDDEN = (PARAMS, "ec_transfer_params")
+_NEEDLES = tuple(b'"' + name.encode() + b'"' for name in HIDDEN)
+_NESTED = "response"  # /v1/responses has its object below this member in its events
+_FOLD = 1 << 16  # bytes of events that are kept before they are parsed in one go
+_IDENTITY = {"id", "object", "created", "model", "choices", "system_fingerprint", "service_tier"}
+
+
+class Capture(Protocol):
+    """One response on its way to the client. What `decode` and `flush` return goes on at once.
+
+    Attributes:
+        handle: the raw `kv_transfer_params` object, once it has passed.
+        oversize: whether something was too large to parse; its handle, if it had one, is gone.
+        failed: what went wrong inside, None if nothing did. The response goes on, without its handle.
+    """
+
+    handle: bytes | None
+    oversize: bool
+    failed: Exception | None
+
+    def decode(self, data: bytes) -> bytes:
+        """Take bytes of the response, return what goes on."""
+
+    def flush(self) -> bytes:
+        """End of the response. Returns the rest."""
+
+    def collect(self) -> None:
+        """Bring the answer up to what has passed."""
+
+
+def open_capture(content_type: str, answer: Answer, *, event_bytes: int, response_bytes: int) -> Capture:
+    """The capture for a response of this `content-type`.
+
+    Args:
+        content_type: value of the header, lower case.
+        answer: collects the answer.
+        event_bytes: limit of `StreamCapture`.
+        response_bytes: limit of `BodyCapture`.
+    """
+    if content_type.startswith("text/event-stream"):
+        return StreamCapture(answer, event_bytes)
+    return BodyCapture(answer, response_bytes)
+
+
+class StreamCapture:
+    """A response of server-sent events. Every event is passed on the moment it is complete.
+
+    Args:
+        answer: collects the answer.
+        limit: bytes up to which an event is parsed; a larger one goes on as it comes, without its handle.
+    """
+
+    def __init__(self, answer: Answer, limit: int) -> None:
+        self.handle: bytes | None = None
+        self.oversize = False
+        self.failed: Exception | None = None
+        self._answer = answer
+        self._limit = limit
+        self._decoder = SSEDecoder()
+        self._unread: list[bytes] = []
+        self._unread_bytes = 0
+        self._stripper: MemberStripper | None = None  # while an event over the limit passes, or after a failure
+        self._last = b""  # the last bytes that went through the stripper
+
+    def decode(self, data: bytes) -> bytes:
+        """See `Capture.decode`."""
+        if self._stripper:
+            return self._strip(data)
+        out = self._events(self._decoder.decode(data))
+        if self._decoder.pending > self._limit:
+            self.oversize = True
+            self._stripper = MemberStripper(HIDDEN, lines=True)
+            out += self._strip(self._decoder.flush())
+        return out
+
+    def flush(self) -> bytes:
+        """See `Capture.flush`."""
+        return self._stripper.flush() if self._stripper else self._events(self._decoder.flush())
+
+    def collect(self) -> None:
+        """See `Capture.collect`."""
+        for text in self._unread:
+            for event in split_events(text):
+                if event.data is not None:
+                    _read(self._answer, event.data, stream=True)
+        self._unread.clear()
+        self._unread_bytes = 0
+
+    def _events(self, text: bytes) -> bytes:
+        if not text:
+            return text
+        try:
+            self._unread.append(text)
+            self._unread_bytes += len(text)
+            if self._unread_bytes > _FOLD:
+                self.collect()
+            if not any(needle in text for needle in _NEEDLES):
+                return text
+            return b"".join([self._event(event) for event in split_events(text)])
+        except Exception as e:  # noqa: BLE001 - whatever it is, the client's stream goes on, without the handle
+            self.failed = e
+            self._stripper = MemberStripper(HIDDEN, lines=True)
+            return self._stripper.decode(text)
+
+    def _event(self, event: Event) -> bytes:
+        if event.data is None or not any(needle in event.data for needle in _NEEDLES):
+            return event.raw
+        try:
+            stripped, handle = strip_body(event.data)
+        except JSONTextError:
+            return MemberStripper(HIDDEN, lines=True).decode(event.raw)
+        self.handle = handle or self.handle
+        if stripped == event.data:
+            return event.raw
+        # An event that only brought the handle would never have been sent without it, and clients read choices[0].
+        return b"" if _says_nothing(stripped) else event.with_data(stripped)
+
+    def _strip(self, data: bytes) -> bytes:
+        assert self._stripper
+        if self.failed:
+            return self._stripper.decode(data)
+        end = event_end(self._last, data)
+        if end is None:
+            self._last = (self._last + data)[-3:]
+            return self._stripper.decode(data)
+        out = self._stripper.decode(data[:end]) + self._stripper.flush()
+        self._stripper, self._last = None, b""
+        return out + self.decode(data[end:])
+
+
+class BodyCapture:
+    """A JSON body. It is held until it is whole, which a body of one piece always is.
+
+    Args:
+        answer: collects the answer.
+        limit: bytes up to which the body is parsed; a larger one goes on as it comes, without its handle.
+    """
+
+    def __init__(self, answer: Answer, limit: int) -> None:
+        self.handle: bytes | None = None
+        self.oversize = False
+        self.failed: Exception | None = None
+        self._answer = answer
+        self._limit = limit
+        self._body: bytearray | None = bytearray()
+        self._begun = False
+        self._stripper: MemberStripper | None = None
+
+    def decode(self, data: bytes) -> bytes:
+        """See `Capture.decode`."""
+        if self._stripper:
+            return self._stripper.decode(data)
+        if self._body is None:
+            return data
+        self._body += data
+        if not self._begun:
+            first = self._body.lstrip(b" \t\r\n")[:1]
+            if first and first != b"{":
+                return self._release()  # no JSON object: nothing to find
+            self._begun = bool(first)
+        if len(self._body) > self._limit:
+            self.oversize = True
+            self._stripper = MemberStripper(HIDDEN)
+            return self._stripper.decode(self._release())
+        # Trailers may end a response, and then it is too late for bytes: a body goes on as soon as it is whole.
+        return self._whole() if data.rstrip().endswith(b"}") else b""
+
+    def flush(self) -> bytes:
+        """See `Capture.flush`."""
+        if self._stripper:
+            return self._stripper.flush()
+        rest = self._release()
+        return MemberStripper(HIDDEN).decode(rest) if rest else rest
+
+    def collect(self) -> None:
+        """See `Capture.collect`. Nothing to do: the body is read when it is whole."""
+
+    def _release(self) -> bytes:
+        body = bytes(self._body or b"")
+        self._body = None
+        return body
+
+    def _whole(self) -> bytes:
+        body = bytes(self._body or b"")
+        try:
+            stripped, self.handle = strip_body(body)
+            _read(self._answer, body, stream=False)
+        except JSONTextError:
+            return b""  # not yet
+        except Exception as e:  # noqa: BLE001 - whatever it is, the client's answer goes on, without the handle
+            self.failed = e
+            self.handle = None
+            stripped = MemberStripper(HIDDEN).decode(body)
+        self._body = None
+        return stripped
+
+
+def strip_body(text: bytes) -> tuple[bytes, bytes | None]:
+    """Take the hidden members out of a JSON object, and out of its member `response`.
+
+    Returns:
+        The text without them; and the raw `kv_transfer_params` object, None if there was none.
+
+    Raises:
+        JSONTextError: no JSON object.
+    """
+    body = ObjectText(text)
+    handle = _as_object(body.get(PARAMS))
+    nested = body.get(_NESTED)
+    put = {}
+    if nested is not None and _as_object(nested) and any(needle in nested for needle in _NEEDLES):
+        put[_NESTED], inner = strip_body(nested)
+        handle = handle or inner
+    return body.edit(drop=HIDDEN, put=put), handle
+
+
+def _as_object(raw: bytes | None) -> bytes | None:
+    return raw if raw is not None and raw[:1] == b"{" else None
+
+
+def _says_nothing(text: bytes) -> bool:
+    obj = loads(text)
+    return not obj.get("choices") and not any(v for k, v in obj.items() if k not in _IDENTITY)
+
+
+def _read(answer: Answer, data: bytes, *, stream: bool) -> None:
+    try:
+        obj = loads(data)
+    except JSONTextError:
+        return  # `[DONE]`, or an event that went on as it was
+    if isinstance(obj, Mapping):
+        answer.read(obj, stream=stream)

@@ -1,0 +1,100 @@
+"""Finding the turn before: keyed digests of everything that shapes the prompt, chained item by item.
+
+A fingerprint only *finds* (design.md, "Sessions without client changes"): equal messages do not imply equal tokens.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+_SIZE = 16
+_encoder = msgspec.json.Encoder(order="deterministic")
+
+
+def canonical(value: Any) -> bytes:  # noqa: ANN401 - JSON
+    """JSON text that does not depend on the order of members or on white space."""
+    try:
+        return _encoder.encode(value)
+    except (msgspec.MsgspecError, UnicodeEncodeError):  # lone surrogates, which clients do send
+        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Whose conversations these are. No key made in one scope is ever found in another.
+
+    Attributes:
+        key: secret of all routers that share a store, at most 64 bytes.
+        tenant: who asks.
+    """
+
+    key: bytes
+    tenant: bytes
+
+    def trail(self, root: Any, items: Iterable[bytes]) -> "Trail":  # noqa: ANN401 - JSON
+        """Digest a prompt.
+
+        Args:
+            root: what the whole prompt depends on (API, model, `cache_salt`, ...), as JSON values.
+            items: its parts in order, in a canonical form.
+        """
+        first = _digest(self.key, self.tenant + b"\0" + canonical(root))
+        return Trail(self.key, (first,)).extend(items)
+
+
+@dataclass(frozen=True, slots=True)
+class Trail:
+    """Digests of all prefixes of a prompt: `digests[i]` is that of its first i items."""
+
+    key: bytes
+    digests: tuple[bytes, ...]
+
+    def extend(self, items: Iterable[bytes]) -> "Trail":
+        """The trail of a longer prompt."""
+        digests = list(self.digests)
+        for item in items:
+            digests.append(_digest(self.key, digests[-1] + item))
+        return Trail(self.key, tuple(digests))
+
+    @property
+    def depth(self) -> int:
+        """Number of items."""
+        return len(self.digests) - 1
+
+    def candidates(self) -> list[bytes]:
+        """Where a predecessor may be stored, nearest first: a whole turn before the prompt of one."""
+        return [k for d in reversed(self.digests[1:]) for k in (_turn_key(d), _prompt_key(d))]
+
+    def turn_key(self) -> bytes | None:
+        """Where a turn with all of these items (its answer included) is stored. None if there are no items."""
+        return _turn_key(self.digests[-1]) if self.depth else None
+
+    def prompt_key(self) -> bytes | None:
+        """Where a turn is found whose prompt has all of these items, whatever its answer. None if there are none."""
+        return _prompt_key(self.digests[-1]) if self.depth else None
+
+
+def segments(data: bytes, size: int) -> Sequence[bytes]:
+    """Cut a prompt without messages into items of `size` bytes. What is left over is no item."""
+    return [data[i : i + size] for i in range(0, len(data) - size + 1, size)]
+
+
+def keyed_hash(key: bytes, value: bytes) -> bytes:
+    """16 bytes that stand for `value` without telling it."""
+    return _digest(key, value)
+
+
+def _digest(key: bytes, data: bytes) -> bytes:
+    return hashlib.blake2b(data, key=key, digest_size=_SIZE).digest()
+
+
+def _turn_key(digest: bytes) -> bytes:
+    return b"t" + digest
+
+
+def _prompt_key(digest: bytes) -> bytes:
+    return b"p" + digest

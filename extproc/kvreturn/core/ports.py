@@ -1,0 +1,153 @@
+"""What the core asks of the world, and what it gets back. Adapters implement these; the core names them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from kvreturn.core.handle import Handle
+from kvreturn.core.outcome import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is kept of a finished turn.
+
+    Attributes:
+        ttl: seconds for which the handle may be used.
+        handle: D's `kv_transfer_params`, raw; None if the turn left none.
+        reason: why there is none; the outcome of the turn that looks for it.
+        decode_node: address of the D that holds the conversation.
+        prefill_node: address of the P that computed its prompt.
+    """
+
+    ttl: float
+    handle: bytes | None = None
+    reason: Outcome | None = None
+    decode_node: str | None = None
+    prefill_node: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What the store had.
+
+    Attributes:
+        record: the record that was taken (a handle is gone from the store with it), or None.
+        reason: if there is none: why the nearest one that was there cannot be used. None if nothing is known.
+        age: seconds since the record was put.
+    """
+
+    record: Record | None = None
+    reason: Outcome | None = None
+    age: float | None = None
+
+
+class SessionStore(Protocol):
+    """Keeps records by key. Errors and delays are the caller's to bound."""
+
+    async def put(self, keys: Sequence[bytes], record: Record) -> None:
+        """Keep a record under all of these keys."""
+
+    async def take(self, keys: Sequence[bytes]) -> Taken:
+        """Take the record under the first of these keys that has one. Atomic: a handle is taken once."""
+
+
+class Judge(Protocol):
+    """What is known of nodes."""
+
+    def objection(self, record: Record, handle: Handle) -> Outcome | None:
+        """Why this handle should not be attached now, or None."""
+
+    def read_failed(self, handle: Handle) -> None:
+        """A request that carried this handle failed on P."""
+
+    def read_succeeded(self, handle: Handle) -> None:
+        """A request that carried this handle was answered by P."""
+
+
+class Failure(Enum):
+    """How a request to a node failed without an answer."""
+
+    CONNECT = "connect"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Effect: take from the store. Answered by `Taken`."""
+
+    keys: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Effect: send a request to a prefill node. Answered by `Reply`.
+
+    Attributes:
+        path: of the request.
+        body: JSON.
+        tokens: a guess at the prompt's length, for choosing a node by load.
+        prefer: address of the node to choose if it is well.
+        avoid: address of a node not to choose if there is another.
+        last: whether all the time that is left may be spent; otherwise some is kept for another try.
+    """
+
+    path: str
+    body: bytes
+    tokens: int = 0
+    prefer: str | None = None
+    avoid: str | None = None
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A prefill node's answer.
+
+    Attributes:
+        node: address of the node that was asked, None if there is none to ask.
+        status: HTTP status, 0 if there was no answer.
+        body: of the answer.
+        content_type: of the answer.
+        failure: how it failed, if there was no answer.
+    """
+
+    node: str | None
+    status: int = 0
+    body: bytes = b""
+    content_type: str = "application/json"
+    failure: Failure | None = None
+
+
+Effect = Take | Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Decision: send this body to a decode node.
+
+    Attributes:
+        body: the rewritten body.
+        decode_node: address of the node to choose if it is well.
+    """
+
+    body: bytes
+    decode_node: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Decision: answer the client at once."""
+
+    status: int
+    body: bytes
+    content_type: str = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Effect at the end of a turn: put a record into the store."""
+
+    keys: Sequence[bytes]
+    record: Record

@@ -1,0 +1,77 @@
+"""P's answer to the P leg: what D needs of it, or how it failed."""
+
+import json
+from dataclasses import dataclass
+
+from kvreturn.core import wire
+from kvreturn.core.address import is_local, split_address
+from kvreturn.core.api.base import Usage
+from kvreturn.core.handle import PARAMS
+from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
+from kvreturn.core.ports import Failure, Refuse, Reply
+
+_CLIENT_ERRORS = range(400, 500)
+_OK = 200
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAnswer:
+    """P did its part.
+
+    Attributes:
+        node: address of the node.
+        params: its `kv_transfer_params`, raw, for D.
+        usage: token counts as P has them.
+        report: what our connector on P says; None from a stock P.
+    """
+
+    node: str | None
+    params: bytes
+    usage: Usage
+    report: wire.Report | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillError:
+    """P did not.
+
+    Attributes:
+        node: address of the node that was asked.
+        reason: one word.
+        refusal: set if the request itself is at fault, and the client gets P's answer.
+        failure: set if there was no answer.
+    """
+
+    node: str | None
+    reason: str
+    refusal: Refuse | None = None
+    failure: Failure | None = None
+
+
+def read_prefill(reply: Reply) -> PrefillAnswer | PrefillError:
+    """Read the answer."""
+    if reply.failure:
+        return PrefillError(reply.node, reply.failure.value, failure=reply.failure)
+    if reply.status in _CLIENT_ERRORS:
+        refusal = Refuse(reply.status, reply.body, reply.content_type)
+        return PrefillError(reply.node, str(reply.status), refusal)
+    if reply.status != _OK:
+        return PrefillError(reply.node, str(reply.status))
+    try:
+        body = ObjectText(reply.body)
+        params, usage = body.get(PARAMS), Usage()
+        usage.read(body.load("usage"))
+        if params is None or params == b"null":
+            return PrefillError(reply.node, "no_kv_transfer_params")
+        text, obj = ObjectText(params), loads(params)
+    except JSONTextError:
+        return PrefillError(reply.node, "malformed")
+    host = obj.get("remote_host")
+    if reply.node and isinstance(host, str) and is_local(host):
+        # vLLM's default is `localhost`, which names no machine to D (protocol.md, "Addresses").
+        params = text.edit(put={"remote_host": json.dumps(split_address(reply.node)[0]).encode()})
+    try:
+        report = wire.load_report(obj.get(wire.MEMBER))
+    except wire.WireError:
+        report = None
+    return PrefillAnswer(reply.node, params, usage, report)

@@ -1,0 +1,323 @@
+"""One turn: the client's request and its answer. Bytes and events in, decisions out.
+
+`Turn.request` is a generator: it yields effects (`ports.Effect`), is sent their results, and returns a decision. So the
+order of things is read from top to bottom, and whoever drives it owns sockets, clocks and deadlines.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from kvreturn.core.address import split_address
+from kvreturn.core.api.base import API, Answer, BadRequestError, Prompt, Usage, error_body, read_model
+from kvreturn.core.attach import Attached, Objection, prove_with_tokens, read_tokens
+from kvreturn.core.capture import Capture
+from kvreturn.core.fingerprint import Scope, Trail
+from kvreturn.core.handle import COLD, PARAMS, Handle, HandleError, direct, read_handle, sealed
+from kvreturn.core.jsontext import JSONTextError, ObjectText
+from kvreturn.core.outcome import Outcome
+from kvreturn.core.ports import (
+    Ask,
+    Effect,
+    Failure,
+    Forward,
+    Judge,
+    Put,
+    Record,
+    Refuse,
+    Reply,
+    Take,
+    Taken,
+)
+from kvreturn.core.prefill import PrefillAnswer, PrefillError, read_prefill
+from kvreturn.core.scrub import scrub_body
+
+_TTL_MARGIN = 10.0  # P declines reads within 5 s of D's expiry (vLLM 0.32.0); the rest is for the way there
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What applies to the turns of one model.
+
+    Attributes:
+        proof: see `Settings.proof`.
+        min_tokens: handles for fewer tokens are not attached.
+        fallback: whether D does the turn alone when prefill failed.
+        ttl: seconds for which a handle may be used.
+        secret: shared with the nodes; empty where none is configured.
+    """
+
+    proof: Literal["connector", "router", "trusted", "off"]
+    min_tokens: int = 64
+    fallback: bool = True
+    ttl: float = 450.0
+    secret: bytes = b""
+
+    @property
+    def strict(self) -> bool:
+        """Whether fingerprints must be equal to the letter, since nothing else is checked."""
+        return self.proof == "trusted"
+
+
+@dataclass(slots=True)
+class Facts:
+    """What happened in a turn, for metrics, traces and logs. Token counts are None where nobody told.
+
+    Attributes:
+        outcome: what became of reuse.
+        detail: a word more, from P's report or our own checks.
+        held: tokens that D held under the handle that was attached.
+        proven: how many of them were proven to be the new prompt's prefix.
+        read: how many of them P read back.
+        local: how many tokens P had in its own prefix cache.
+        prefill: usage as P counted it.
+        handle_age: seconds from capture to use.
+        retries: prefill requests beyond the first.
+        fallback: whether D did the turn alone.
+        captured: whether this turn left a handle for the next one.
+    """
+
+    outcome: Outcome = Outcome.FIRST_TURN
+    detail: str | None = None
+    held: int | None = None
+    proven: int | None = None
+    read: int | None = None
+    local: int | None = None
+    prefill: Usage = field(default_factory=Usage)
+    handle_age: float | None = None
+    retries: int = 0
+    fallback: bool = False
+    captured: bool = False
+
+
+class Turn:
+    """The state of one turn.
+
+    Args:
+        api: adapter of the API that the client uses.
+        scope: whose conversations these are.
+        policy: gives the policy for a model.
+        judge: knows the nodes.
+    """
+
+    def __init__(self, api: API, scope: Scope, policy: Callable[[str], Policy], judge: Judge) -> None:
+        self.api = api
+        self.facts = Facts()
+        self.answer: Answer = api.answer()
+        self.prompt: Prompt | None = None
+        self.decode_node: str | None = None
+        self.prefill_node: str | None = None
+        self._scope = scope
+        self._policy_for = policy
+        self._judge = judge
+        self._policy = Policy(proof="off")
+        self._body = ObjectText(b"{}")
+        self._trail: Trail | None = None
+        self._settled = False
+
+    # --- the request ---
+
+    def request(self, body: bytes) -> Generator[Effect, Taken | Reply, Forward | Refuse]:
+        """Run the request side: find the predecessor, prefill, rewrite for D.
+
+        Args:
+            body: the client's whole body.
+        """
+        try:
+            self._body = scrub_body(ObjectText(body))
+            self._policy = self._policy_for(read_model(self._body))
+            self.prompt = self.api.read(self._body, strict=self._policy.strict)
+        except (JSONTextError, BadRequestError) as e:
+            self.facts.outcome = Outcome.REJECTED
+            return Refuse(400, error_body(f"kvreturn: {e}", "BadRequestError", 400))
+        self._trail = self._scope.trail(self.prompt.root, self.prompt.items)
+        attached = yield from self._find()
+        return (yield from self._prefill(attached))
+
+    def _find(self) -> Generator[Effect, Taken | Reply, Attached | None]:
+        """Take the predecessor's handle, and see whether and how it may be attached."""
+        assert self.prompt
+        assert self._trail
+        if self._policy.proof == "off":
+            self.facts.outcome = Outcome.DISABLED
+            return None
+        taken = _expect(Taken, (yield Take(self._trail.candidates())))
+        record = taken.record
+        if record:
+            self.decode_node, self.prefill_node = record.decode_node, record.prefill_node
+        if record is None or record.handle is None:
+            unknown = Outcome.NOT_A_CONTINUATION if self.prompt.has_answer else Outcome.FIRST_TURN
+            self.facts.outcome = (record.reason if record else taken.reason) or unknown
+            return None
+        self.facts.handle_age = taken.age
+        try:
+            attached = yield from self._attach(self._vetted(record, record.handle))
+        except Objection as e:
+            self.facts.outcome, self.facts.detail = e.outcome, e.detail
+            return None
+        self.facts.held, self.facts.proven = attached.handle.tokens, attached.proven
+        return attached
+
+    def _vetted(self, record: Record, raw: bytes) -> Handle:
+        """The record's handle, if nothing speaks against using it now."""
+        try:
+            handle = read_handle(raw)
+        except HandleError:
+            raise Objection(Outcome.UNPROVEN, "malformed") from None
+        objection = self._judge.objection(record, handle)
+        if objection or handle.tokens < self._policy.min_tokens:
+            raise Objection(objection or Outcome.BELOW_THRESHOLD)
+        return handle
+
+    def _attach(self, handle: Handle) -> Generator[Effect, Taken | Reply, Attached]:
+        """What the P leg carries, by proof level."""
+        if self._policy.proof == "trusted":
+            return Attached(handle, direct(handle), proven=handle.tokens)
+        if self._policy.proof == "connector":
+            if handle.proof is None:
+                raise Objection(Outcome.UNPROVEN, "no_digests")
+            return Attached(handle, sealed(handle))
+        assert self.prompt
+        tokens, node = self.prompt.tokens, self.prefill_node
+        if tokens is None:
+            if not self.prompt.tokenizable:
+                raise Objection(Outcome.UNPROVEN, "not_tokenizable")
+            ask = Ask("/tokenize", self.api.tokenize_body(self._body), tokens=handle.tokens, prefer=node)
+            reply = _expect(Reply, (yield ask))
+            tokens, node = read_tokens(reply), reply.node
+        salt = self._body.load("cache_salt") or ""
+        attached = prove_with_tokens(handle, tokens, self._policy.secret, lora=self.prompt.model, cache_salt=salt)
+        if (attached.proven or 0) < self._policy.min_tokens:
+            raise Objection(Outcome.BELOW_THRESHOLD)
+        self.prefill_node = node
+        return attached
+
+    def _prefill(self, attached: Attached | None) -> Generator[Effect, Taken | Reply, Forward | Refuse]:
+        """Run the P leg: once, and once more cold if that failed."""
+        assert self.prompt
+        answer = yield from self._ask(attached.params if attached else COLD, avoid=None, last=False)
+        if isinstance(answer, PrefillError) and not answer.refusal:
+            if attached:
+                self._judge.read_failed(attached.handle)
+                self.facts.outcome, self.facts.detail = Outcome.READ_FAILED, answer.reason
+                attached = None
+            self.facts.retries += 1
+            answer = yield from self._ask(COLD, avoid=answer.node, last=True)
+        if isinstance(answer, PrefillAnswer):
+            return self._forward(answer, attached)
+        if answer.refusal:
+            self.facts.outcome = Outcome.REJECTED
+            return answer.refusal
+        self.facts.outcome, self.facts.detail = Outcome.PREFILL_FAILED, answer.reason
+        self.prefill_node = None
+        if self._policy.fallback:
+            return self._alone()
+        status = 504 if answer.failure is Failure.TIMEOUT else 502
+        message = f"kvreturn: no prefill node could process the request ({answer.reason}); try again later"
+        return Refuse(status, error_body(message, "GatewayTimeout" if status == 504 else "BadGateway", status))  # noqa: PLR2004
+
+    def _ask(
+        self, params: bytes, avoid: str | None, *, last: bool
+    ) -> Generator[Effect, Taken | Reply, PrefillAnswer | PrefillError]:
+        ask = Ask(
+            self.api.path,
+            self.api.prefill_body(self._body, params),
+            tokens=len(self._body.text) // 4,
+            prefer=self.prefill_node if self.prefill_node != avoid else None,
+            avoid=avoid,
+            last=last,
+        )
+        return read_prefill(_expect(Reply, (yield ask)))
+
+    def _forward(self, answer: PrefillAnswer, attached: Attached | None) -> Forward:
+        self.prefill_node = answer.node
+        self.facts.prefill = answer.usage
+        if answer.report:
+            self.facts.local = answer.report.local
+        if attached:
+            self._judge.read_succeeded(attached.handle)
+            counted = answer.usage.prompt
+            if attached.tokens is not None and counted is not None and counted != attached.tokens:
+                # P rendered another prompt than /tokenize did, so what it read may not be this prompt's prefix.
+                self.facts.outcome, self.facts.detail = Outcome.UNPROVEN, "tokenize_mismatch"
+                return self._alone()
+            self._grade(attached, answer)
+        return Forward(self._body.edit(put={PARAMS: answer.params}), self.decode_node)
+
+    def _alone(self) -> Forward:
+        self.facts.fallback = True
+        return Forward(self._body.text, self.decode_node)
+
+    def _grade(self, attached: Attached, answer: PrefillAnswer) -> None:
+        """The outcome of a turn whose P leg carried a handle and was answered."""
+        facts, held = self.facts, attached.handle.tokens
+        if self._policy.proof == "connector":
+            if answer.report is None:
+                facts.outcome, facts.detail = Outcome.UNPROVEN, "no_report"
+                return
+            facts.proven, facts.read, facts.detail = answer.report.proven, answer.report.read, answer.report.reason
+            if not answer.report.read:
+                facts.outcome = _REPORTED.get(answer.report.reason or "", Outcome.UNPROVEN)
+                return
+        facts.outcome = Outcome.HIT if (facts.proven or 0) >= held else Outcome.PARTIAL_HIT
+
+    # --- the response ---
+
+    def settle(self, capture: Capture, decode_node: str | None) -> Put | None:
+        """What to store, once the handle has passed or the response has ended. Gives something at most once.
+
+        Args:
+            capture: the response.
+            decode_node: address of the D that really answered, None if that is not known.
+        """
+        if self._settled or self._trail is None or self.prompt is None or self._policy.proof == "off":
+            return None
+        capture.collect()
+        if self.answer.error or not (capture.handle or self.answer.finish_reasons):
+            return None  # failed or cut off: it leaves nothing
+        self._settled = True
+        node = decode_node or self.decode_node
+        whole, strict = None, self._policy.strict
+        reason = Outcome.NO_HANDLE_FROM_DECODE
+        if self.prompt.choices > 1:
+            reason = Outcome.MULTIPLE_CHOICES
+        elif capture.handle:
+            try:
+                handle = read_handle(capture.handle, split_address(node)[0] if node else None)
+            except HandleError:
+                handle = None
+            if handle:
+                whole = self.api.extend(self._trail, self._body, self.answer, strict=strict)
+                keys = [whole.turn_key() if whole else None, None if strict else self._trail.prompt_key()]
+                found = [k for k in dict.fromkeys(keys) if k]
+                if found:
+                    self.facts.captured = True
+                    return Put(found, self._record(handle, node))
+                reason = Outcome.UNPROVEN
+        key = self._trail.prompt_key()
+        marker = Record(self._policy.ttl, None, reason, node, self.prefill_node)
+        return Put([key], marker) if key else None
+
+    def _record(self, handle: Handle, node: str | None) -> Record:
+        ttl = self._policy.ttl
+        if handle.proof:
+            ttl = min(ttl, max(handle.proof.ttl - _TTL_MARGIN, 0.0))
+        return Record(ttl, handle.raw, None, node, self.prefill_node)
+
+
+_REPORTED = {
+    "local_hit": Outcome.LOCAL_HIT,
+    "below_threshold": Outcome.BELOW_THRESHOLD,
+    "not_a_continuation": Outcome.NOT_A_CONTINUATION,
+    "expired": Outcome.EXPIRED,
+    "node_gone": Outcome.NODE_GONE,
+    "used": Outcome.NODE_GONE,
+    "read_failed": Outcome.READ_FAILED,
+}
+"""P's reasons (docs/handle-format.md) that have an outcome of their own; all others mean `unproven`."""
+
+
+def _expect(kind: type[T], value: object) -> T:
+    assert isinstance(value, kind), f"sent {value!r} where {kind.__name__} was asked for"
+    return value

@@ -1,0 +1,1 @@
+"""The ext_proc server: thin adapters around the core."""

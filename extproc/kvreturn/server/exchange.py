@@ -1,0 +1,323 @@
+"""One HTTP exchange, as one ext_proc stream sees it: Envoy's messages in, our answers out."""
+
+import logging
+import re
+from collections.abc import Generator
+from typing import Any
+from urllib.parse import unquote
+
+from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
+    CommonResponse,
+    HttpBody,
+    HttpHeaders,
+    ProcessingRequest,
+    ProtocolConfiguration,
+)
+from kvreturn.core.address import split_address
+from kvreturn.core.api import API, APIS
+from kvreturn.core.api.base import error_body
+from kvreturn.core.capture import open_capture
+from kvreturn.core.jsontext import JSONTextError, ObjectText
+from kvreturn.core.ports import Ask, Forward, Refuse, Take
+from kvreturn.core.scrub import foreign_headers, may_hold_params, scrub_body
+from kvreturn.core.turn import Turn
+from kvreturn.server.messages import (
+    CONTINUE_REQUEST_BODY,
+    CONTINUE_REQUEST_TRAILERS,
+    CONTINUE_RESPONSE_BODY,
+    CONTINUE_RESPONSE_HEADERS,
+    CONTINUE_RESPONSE_TRAILERS,
+    DECODE_NODE,
+    Headers,
+    Message,
+    echo,
+    headers_answer,
+    immediate,
+    leave,
+    read_attribute,
+    read_headers,
+)
+from kvreturn.server.record import TurnRecord
+from kvreturn.server.request import LateTrailersError, Mode, RequestSide, TooLargeError
+from kvreturn.server.response import ResponseSide, UnreadableEncodingError, content_decoder
+from kvreturn.server.world import World
+
+log = logging.getLogger("kvreturn")
+
+_BY_PATH = {api.path: api for api in APIS}
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_JSON = re.compile(r"application/(?:[a-z0-9.-]+\+)?json\b")
+# What the P leg takes along from the client's request: credentials for vLLM's --api-key, and the trace.
+_PREFILL_HEADERS = ("authorization", "x-api-key", "traceparent", "tracestate")
+
+
+class Exchange:
+    """Handles the messages of one stream, in order.
+
+    Args:
+        world: what all exchanges share.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._config = ProtocolConfiguration()
+        self._headers: dict[str, str] = {}
+        self._request: RequestSide | None = None  # None: this exchange's request is none of our business
+        self._response: ResponseSide | None = None
+        self._turn: Turn | None = None
+        self._record: TurnRecord | None = None
+        self._route: str | None = None
+        self._forwarded = False
+        # Nothing more is to be answered. Closed with OK, Envoy goes on without us, also should we die meanwhile.
+        self.over = False
+
+    async def handle(self, message: ProcessingRequest) -> list[Message]:
+        """Answer one message."""
+        kind = message.WhichOneof("request")
+        if kind == "response_body":
+            return await self._response_body(message.response_body)
+        if kind == "request_headers":
+            self._config = message.protocol_config
+            return await self._request_headers(message.request_headers)
+        if kind == "request_body":
+            return await self._request_body(message.request_body)
+        if kind == "request_trailers":
+            return await self._request_trailers()
+        if kind == "response_headers":
+            return await self._response_headers(message)
+        if kind == "response_trailers":
+            return await self._response_trailers()
+        return []  # a kind that is newer than our protos asks for no answer that we could give
+
+    def close(self) -> None:
+        """The stream has ended, for whatever reason."""
+        if self._route:
+            self._world.decode.finished(self._route, 1)
+            self._route = None
+        if self._record:
+            self._record.close()
+
+    @property
+    def answering(self) -> bool:
+        """Whether bytes of D's answer may have gone on, so that another answer is impossible."""
+        return self._response is not None
+
+    # --- request ---
+
+    async def _request_headers(self, message: HttpHeaders) -> list[Message]:
+        self._headers = read_headers(message.headers)
+        # vLLM's server decodes paths before it matches them (uvicorn), so an escaped path is the same path.
+        path = unquote(self._headers.get(":path", "").partition("?")[0])
+        post = self._headers.get(":method") == "POST"
+        api = _BY_PATH.get(path) if post else None
+        changes = Headers(remove=foreign_headers(self._headers))
+        if message.end_of_stream or not (api or (post and self._is_json())):
+            return self._leave(changes)
+        request = RequestSide(self._config, self._world.settings.limits.request_bytes)
+        if not request.readable or (api and self._config.response_body_mode == Mode.NONE):
+            return self._refuse_setup()
+        self._request = request
+        if api:
+            self._begin(api)
+        return (
+            request.open(self._outward(changes), self._metadata(None))
+            if request.routes_first
+            else request.open(Headers(), [])
+        )
+
+    def _is_json(self) -> bool:
+        return bool(_JSON.match(self._headers.get("content-type", "application/json")))
+
+    def _leave(self, changes: Headers) -> list[Message]:
+        """Let an exchange pass that is none of our business."""
+        common = CommonResponse(header_mutation=changes.mutation())
+        if self._duplex:
+            # A `mode_override` is ignored here, and must not be sent (envoy#40340): bodies are echoed.
+            return [headers_answer(response=False, common=common)]
+        self.over = True
+        return [leave(common)]
+
+    @property
+    def _duplex(self) -> bool:
+        """Whether Envoy waits for our answers to every byte of a direction, so that the stream must stay open."""
+        return Mode.FULL_DUPLEX_STREAMED in {self._config.request_body_mode, self._config.response_body_mode}
+
+    def _begin(self, api: API) -> None:
+        world = self._world
+        self._turn = Turn(api, world.scope(self._headers), world.policy, world.judge)
+        self._record = TurnRecord(world, self._turn)
+
+    def _refuse_setup(self) -> list[Message]:
+        text = (
+            "kvreturn: this ext_proc filter must send request bodies (BUFFERED, STREAMED or FULL_DUPLEX_STREAMED) and "
+            "response bodies (STREAMED or FULL_DUPLEX_STREAMED); see `kvreturn envoy-config`"
+        )
+        log.error(text)
+        return self._answer(Refuse(500, error_body(text, "InternalServerError", 500)), "setup")
+
+    async def _request_body(self, message: HttpBody) -> list[Message]:
+        request = self._request
+        if request is None:
+            duplex = self._config.request_body_mode == Mode.FULL_DUPLEX_STREAMED
+            return echo(message, response=False) if duplex else [CONTINUE_REQUEST_BODY]
+        try:
+            answers = request.add(message.body, end=message.end_of_stream)
+        except TooLargeError:
+            limit = self._world.settings.limits.request_bytes
+            text = f"kvreturn: the request body is over {limit} bytes (limits.request_bytes)"
+            return self._answer(Refuse(413, error_body(text, "RequestEntityTooLarge", 413)), "too_large")
+        return [*answers, *await self._proceed(request)]
+
+    async def _request_trailers(self) -> list[Message]:
+        request = self._request
+        if request is None:
+            return [CONTINUE_REQUEST_TRAILERS]
+        try:
+            answers = request.end_by_trailers()
+        except LateTrailersError:
+            text = "kvreturn: requests with trailers need request_body_mode BUFFERED or FULL_DUPLEX_STREAMED"
+            return self._answer(Refuse(400, error_body(text, "BadRequestError", 400)), "trailers")
+        return [*answers, *await self._proceed(request)]
+
+    async def _proceed(self, request: RequestSide) -> list[Message]:
+        """Once the body is whole: decide, and let it go."""
+        if not request.complete or self._forwarded:
+            return []
+        self._forwarded = True
+        decision = await self._run(self._turn, request.take()) if self._turn else _scrubbed(request.take())
+        if isinstance(decision, Refuse):
+            return self._answer(decision, "refused")
+        changes = self._outward(Headers(remove=foreign_headers(self._headers)))
+        if self._record:
+            self._record.forwarded()
+        else:
+            self.over = not self._duplex
+        return request.forward(decision.body, changes, self._metadata(decision.decode_node))
+
+    async def _run(self, turn: Turn, body: bytes) -> Forward | Refuse:
+        """Drive the turn's request side: perform its effects until it decides."""
+        world = self._world
+        assert self._record
+        self._record.size = len(body)
+        headers = {h: self._headers[h] for h in _PREFILL_HEADERS if h in self._headers}
+        deadline = world.clock() + world.settings.prefill.timeout
+        steps: Generator[Any, Any, Forward | Refuse] = turn.request(body)
+        result: Any = None
+        try:
+            while True:
+                effect = steps.send(result)
+                if isinstance(effect, Take):
+                    result = await world.take(effect.keys)
+                else:
+                    assert isinstance(effect, Ask)
+                    # vLLM's engine fails on two live requests of one id, so no client's id goes there.
+                    named = {**headers, "x-request-id": world.new_id()}
+                    with self._record.prefill_leg():
+                        result = await world.client.ask(effect, named, deadline - world.clock())
+        except StopIteration as stop:
+            decision: Forward | Refuse = stop.value
+            return decision
+        finally:
+            steps.close()
+
+    def _outward(self, changes: Headers) -> Headers:
+        """What changes in the headers of a request that we look at."""
+        if self._turn:
+            changes.set["x-request-id"] = self._world.new_id()
+            # A compressed answer could not be looked into.
+            changes.remove.append("accept-encoding")
+        return changes
+
+    def _metadata(self, prefer: str | None) -> list[tuple[str, str]]:
+        """Choose the decode node, and tell Envoy."""
+        if self._turn is None:
+            return []
+        if self._route is None:
+            self._route = self._world.decode.choose(prefer)
+            if self._route:
+                self._world.decode.started(self._route, 1)
+        return [(DECODE_NODE, self._route)] if self._route else []
+
+    def _answer(self, refusal: Refuse, details: str) -> list[Message]:
+        self.over = True
+        if self._record:
+            self._record.refused(refusal.status)
+        headers = {"content-type": refusal.content_type}
+        return [immediate(refusal.status, refusal.body, details, headers)]
+
+    # --- response ---
+
+    async def _response_headers(self, message: ProcessingRequest) -> list[Message]:
+        turn, record = self._turn, self._record
+        if turn is None or record is None:
+            return [CONTINUE_RESPONSE_HEADERS]
+        headers = read_headers(message.response_headers.headers)
+        record.responded(int(headers.get(":status", "0") or 0), self._answered_by(message))
+        changes = Headers(remove=foreign_headers(headers))
+        try:
+            decoder = content_decoder(headers.get("content-encoding", "").strip().lower())
+        except UnreadableEncodingError as e:
+            text = f"kvreturn: the decode node answered with content-encoding {e}, although none was accepted"
+            log.warning(text)
+            return self._answer(Refuse(502, error_body(text, "BadGateway", 502)), "encoding")
+        if decoder:
+            changes.remove.append("content-encoding")
+        mine = self._headers.get("x-request-id", "")
+        if "x-request-id" in headers and _REQUEST_ID.fullmatch(mine):
+            changes.set["x-request-id"] = mine
+        limits = self._world.settings.limits
+        capture = open_capture(
+            headers.get("content-type", "").lower(),
+            turn.answer,
+            event_bytes=limits.event_bytes,
+            response_bytes=limits.response_bytes,
+        )
+        self._response = ResponseSide(self._config.response_body_mode, capture, decoder)
+        if message.response_headers.end_of_stream:
+            await self._settle(end=True)
+        return [headers_answer(response=True, common=CommonResponse(header_mutation=changes.mutation()))]
+
+    def _answered_by(self, message: ProcessingRequest) -> str | None:
+        """The node that answered: Envoy may have taken another one than ours, if that was down."""
+        upstream = read_attribute(message, "upstream.address")
+        try:
+            split_address(upstream or "")
+        except ValueError:
+            return self._route
+        return upstream
+
+    async def _response_body(self, message: HttpBody) -> list[Message]:
+        response = self._response
+        if response is None:
+            duplex = self._config.response_body_mode == Mode.FULL_DUPLEX_STREAMED
+            return echo(message, response=True) if duplex else [CONTINUE_RESPONSE_BODY]
+        answers = response.body(message)
+        if self._record:
+            self._record.body()
+        # Stored before the client sees the event that ends its turn: it cannot ask again earlier.
+        if response.capture.handle or message.end_of_stream:
+            await self._settle(end=message.end_of_stream)
+        return answers
+
+    async def _response_trailers(self) -> list[Message]:
+        if self._response is None:
+            return [CONTINUE_RESPONSE_TRAILERS]
+        answers = self._response.trailers()
+        await self._settle(end=True)
+        return answers
+
+    async def _settle(self, *, end: bool) -> None:
+        turn, record, response = self._turn, self._record, self._response
+        if turn is None or record is None or response is None:
+            return
+        await record.settle(response.capture, end=end)
+
+
+def _scrubbed(body: bytes) -> Forward | Refuse:
+    """A JSON request to a path that is no turn of ours: it must not bring transfer parameters either."""
+    if not may_hold_params(body):
+        return Forward(body)
+    try:
+        return Forward(scrub_body(ObjectText(body)).text)
+    except JSONTextError as e:
+        return Refuse(400, error_body(f"kvreturn: {e}", "BadRequestError", 400))

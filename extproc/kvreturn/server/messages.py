@@ -1,0 +1,170 @@
+"""ext_proc messages: reading Envoy's, building ours, the constant ones once.
+
+Envoy's contract: headers carry their value in `raw_value` (older ones in `value`), only one of both may be set, and
+`append_action` must be explicit, since its zero value appends (envoy#31555, #29424).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from google.protobuf import struct_pb2
+
+from kvreturn._proto.envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption
+from kvreturn._proto.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HttpBody,
+    ImmediateResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    TrailersResponse,
+)
+from kvreturn._proto.envoy.type.v3.http_status_pb2 import HttpStatus
+
+# Envoy advises at most 64 KiB a message; the rest is for the message around the bytes.
+CHUNK = 62_000
+METADATA = "kvreturn"
+DECODE_NODE = "decode_node"
+
+Message = ProcessingResponse | bytes
+"""An answer: a message, or one that is serialised already."""
+
+
+@dataclass(slots=True)
+class Headers:
+    """Changes to headers: `set` replaces, `remove` removes."""
+
+    set: dict[str, str] = field(default_factory=dict)
+    remove: list[str] = field(default_factory=list)
+
+    def mutation(self) -> HeaderMutation | None:
+        """As a message; None if there is nothing to change."""
+        if not self.set and not self.remove:
+            return None
+        return HeaderMutation(
+            set_headers=[
+                HeaderValueOption(
+                    header=HeaderValue(key=k, raw_value=v.encode()),
+                    append_action=HeaderValueOption.HeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+                )
+                for k, v in self.set.items()
+            ],
+            remove_headers=self.remove,
+        )
+
+
+def read_headers(headers: HeaderMap) -> dict[str, str]:
+    """Headers by lower-case name; several of one name are joined by a comma. Bytes beyond ASCII as Latin-1."""
+    out: dict[str, str] = {}
+    for header in headers.headers:
+        value = header.raw_value.decode("latin-1") if header.raw_value else header.value
+        key = header.key.lower()
+        out[key] = f"{out[key]},{value}" if key in out else value
+    return out
+
+
+def read_attribute(message: ProcessingRequest, name: str) -> str | None:
+    """A string attribute that the filter was configured to send (`request_attributes`, `response_attributes`)."""
+    for attributes in message.attributes.values():
+        value = attributes.fields.get(name)
+        if value is not None and value.string_value:
+            return str(value.string_value)
+    return None
+
+
+def headers_answer(*, response: bool, common: CommonResponse) -> ProcessingResponse:
+    """The answer to request headers, or to response headers."""
+    answer = HeadersResponse(response=common)
+    return ProcessingResponse(response_headers=answer) if response else ProcessingResponse(request_headers=answer)
+
+
+def body_answer(*, response: bool, common: CommonResponse) -> ProcessingResponse:
+    """The answer to a body message."""
+    answer = BodyResponse(response=common)
+    return ProcessingResponse(response_body=answer) if response else ProcessingResponse(request_body=answer)
+
+
+def replaced(body: bytes) -> BodyMutation:
+    """Replace a body message's bytes (all modes but full duplex)."""
+    return BodyMutation(body=body) if body else BodyMutation(clear_body=True)
+
+
+def streamed(body: bytes, *, response: bool, end: bool) -> list[Message]:
+    """Full duplex: these bytes as messages of at most CHUNK bytes, the last one ending the stream if `end`."""
+    pieces = [body[i : i + CHUNK] for i in range(0, len(body), CHUNK)] or ([b""] if end else [])
+    last = len(pieces) - 1
+    return [
+        body_answer(
+            response=response,
+            common=CommonResponse(
+                body_mutation=BodyMutation(
+                    streamed_response=StreamedBodyResponse(body=piece, end_of_stream=end and i == last)
+                )
+            ),
+        )
+        for i, piece in enumerate(pieces)
+    ]
+
+
+def echo(body: HttpBody, *, response: bool) -> list[Message]:
+    """Full duplex: the same bytes again."""
+    return streamed(body.body, response=response, end=body.end_of_stream)
+
+
+def immediate(status: int, body: bytes, details: str, headers: Mapping[str, str]) -> ProcessingResponse:
+    """Answer the client from here.
+
+    Args:
+        status: HTTP status.
+        body: of the answer.
+        details: a word for Envoy's access log.
+        headers: of the answer.
+    """
+    return ProcessingResponse(
+        immediate_response=ImmediateResponse(
+            status=HttpStatus(code=status),
+            headers=Headers(set=dict(headers)).mutation(),
+            body=body,
+            details=f"kvreturn_{details}",
+        )
+    )
+
+
+def with_metadata(answer: ProcessingResponse, values: Iterable[tuple[str, str]]) -> ProcessingResponse:
+    """Attach dynamic metadata, which Envoy's `override_host` policy reads."""
+    inner = struct_pb2.Struct()
+    inner.update(dict(values))
+    answer.dynamic_metadata.fields[METADATA].struct_value.CopyFrom(inner)
+    return answer
+
+
+_SKIP_ALL = ProcessingMode(
+    response_header_mode=ProcessingMode.HeaderSendMode.SKIP,
+    request_body_mode=ProcessingMode.BodySendMode.NONE,
+    response_body_mode=ProcessingMode.BodySendMode.NONE,
+    request_trailer_mode=ProcessingMode.HeaderSendMode.SKIP,
+    response_trailer_mode=ProcessingMode.HeaderSendMode.SKIP,
+)
+
+
+def leave(common: CommonResponse) -> ProcessingResponse:
+    """The answer to request headers of an exchange that is none of our business from here on.
+
+    Envoy takes the `mode_override` if the filter allows it, and ignores it otherwise; then all else is answered too.
+    """
+    return ProcessingResponse(request_headers=HeadersResponse(response=common), mode_override=_SKIP_ALL)
+
+
+CONTINUE_REQUEST_HEADERS = headers_answer(response=False, common=CommonResponse()).SerializeToString()
+CONTINUE_RESPONSE_HEADERS = headers_answer(response=True, common=CommonResponse()).SerializeToString()
+CONTINUE_REQUEST_BODY = body_answer(response=False, common=CommonResponse()).SerializeToString()
+CONTINUE_RESPONSE_BODY = body_answer(response=True, common=CommonResponse()).SerializeToString()
+CONTINUE_REQUEST_TRAILERS = ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString()
+CONTINUE_RESPONSE_TRAILERS = ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString()
+CLEAR_REQUEST_BODY = body_answer(response=False, common=CommonResponse(body_mutation=replaced(b""))).SerializeToString()
+CLEAR_RESPONSE_BODY = body_answer(response=True, common=CommonResponse(body_mutation=replaced(b""))).SerializeToString()

@@ -1,0 +1,136 @@
+"""What is told of a turn: metrics, one log line, and the record that the next turn finds."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvreturn.core.capture import Capture
+from kvreturn.core.outcome import Outcome
+from kvreturn.core.turn import Turn
+from kvreturn.server.world import World
+
+log = logging.getLogger("kvreturn.turn")
+_ERRORS = 400
+
+
+class TurnRecord:
+    """Follows one turn from its headers to its end.
+
+    Args:
+        world: what all exchanges share.
+        turn: the turn.
+    """
+
+    def __init__(self, world: World, turn: Turn) -> None:
+        self.size = 0
+        self._world = world
+        self._turn = turn
+        self._begun = world.clock()
+        self._prefill = 0.0
+        self._prefilled = False
+        self._forwarded = False
+        self._first_byte: float | None = None
+        self._status: int | None = None
+        self._node: str | None = None
+        self._stored = False
+        self._ended = False
+        self._closed = False
+
+    @contextmanager
+    def prefill_leg(self) -> Iterator[None]:
+        """Times a request to a prefill node."""
+        begun = self._world.clock()
+        try:
+            yield
+        finally:
+            self._prefill += self._world.clock() - begun
+
+    def forwarded(self) -> None:
+        """The request goes to D."""
+        self._forwarded = True
+        facts = self._turn.facts
+        metrics = self._world.metrics
+        metrics.retries.inc(facts.retries)
+        metrics.fallbacks.inc(facts.fallback)
+        metrics.read_tokens.inc(facts.read or 0)
+        metrics.prompt_tokens.inc(facts.prefill.prompt or 0)
+        metrics.prefill_seconds.observe(self._prefill)
+
+    def refused(self, status: int) -> None:
+        """The client gets an answer from here."""
+        self._status = status
+        self._ended = True
+        if self._turn.facts.outcome is Outcome.FIRST_TURN:
+            self._turn.facts.outcome = Outcome.REJECTED
+        self._world.metrics.retries.inc(self._turn.facts.retries)
+
+    def responded(self, status: int, node: str | None) -> None:
+        """D's headers are here."""
+        self._status, self._node = status, node
+
+    def body(self) -> None:
+        """Bytes of D's body pass."""
+        if self._first_byte is None:
+            self._first_byte = self._world.clock() - self._begun
+            self._world.metrics.first_byte_seconds.labels(self._turn.facts.outcome.value).observe(self._first_byte)
+
+    async def settle(self, capture: Capture, *, end: bool) -> None:
+        """The handle has passed, or the response has ended: store what there is to store."""
+        metrics = self._world.metrics
+        if not self._stored and self._status == 200:  # noqa: PLR2004
+            try:
+                put = self._turn.settle(capture, self._node)
+            except Exception:
+                # The client's stream goes on; only the next turn of this conversation is cold.
+                metrics.capture_failed.inc()
+                log.exception("could not settle a turn")
+                put, self._stored = None, True
+            if put:
+                self._stored = True
+                kept = await self._world.put(put)
+                (metrics.captured if put.record.handle and kept else metrics.missing).inc()
+        if end and not self._ended:
+            self._ended = True
+            metrics.capture_failed.inc(capture.failed is not None)
+            metrics.oversize.inc(capture.oversize)
+
+    def close(self) -> None:
+        """The stream is over: say what became of the turn, once."""
+        if self._closed:
+            return
+        self._closed = True
+        turn, facts, metrics = self._turn, self._turn.facts, self._world.metrics
+        if not self._forwarded and not self._ended:
+            facts.outcome = Outcome.CANCELLED
+        elif self._status is None:
+            metrics.stranded.inc()
+        error = turn.answer.error or (str(self._status) if (self._status or 0) >= _ERRORS else None)
+        if self._status is not None and not error and not self._ended:
+            metrics.incomplete.inc()
+            error = "incomplete"
+        if error:
+            metrics.errors.labels(error if error.isdigit() or error == "incomplete" else "in_band").inc()
+        model = turn.prompt.model if turn.prompt else ""
+        metrics.turn(facts.outcome, turn.api.name, model)
+        log.info(
+            "turn outcome=%s%s api=%s model=%s status=%s prompt=%s read=%s local=%s prefill_ms=%.1f first_byte_ms=%s "
+            "retries=%d fallback=%s captured=%s%s",
+            facts.outcome.value,
+            f"({facts.detail})" if facts.detail else "",
+            turn.api.name,
+            _printable(model),
+            self._status,
+            facts.prefill.prompt,
+            facts.read,
+            facts.local,
+            self._prefill * 1e3,
+            "-" if self._first_byte is None else f"{self._first_byte * 1e3:.1f}",
+            facts.retries,
+            facts.fallback,
+            facts.captured,
+            f" error={_printable(error)}" if error else "",
+        )
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() and c != " " else "?" for c in text[:80]) or "-"

@@ -1,0 +1,97 @@
+"""The response direction of one exchange: D's bytes through a capture, in each body mode."""
+
+import zlib
+from typing import Protocol
+
+from kvreturn._proto.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import CommonResponse, HttpBody
+from kvreturn.core.capture import Capture
+from kvreturn.server.messages import (
+    CLEAR_RESPONSE_BODY,
+    CONTINUE_RESPONSE_BODY,
+    CONTINUE_RESPONSE_TRAILERS,
+    Headers,
+    Message,
+    body_answer,
+    replaced,
+    streamed,
+)
+
+Mode = ProcessingMode.BodySendMode
+_GZIP_OR_ZLIB = 47  # zlib's window bits for "tell by the header"
+
+
+class UnreadableEncodingError(Exception):
+    """A response in a content encoding that cannot be looked into, although none was asked for."""
+
+
+class Decoder(Protocol):
+    """An incremental content decoder."""
+
+    def decompress(self, data: bytes, /) -> bytes:
+        """Take encoded bytes, return decoded ones."""
+
+    def flush(self) -> bytes:
+        """End of the body."""
+
+
+def content_decoder(encoding: str) -> Decoder | None:
+    """A decoder for a `content-encoding`, None for plain bytes.
+
+    Raises:
+        UnreadableEncodingError: an encoding we cannot read.
+    """
+    if encoding in {"", "identity"}:
+        return None
+    if encoding in {"gzip", "x-gzip", "deflate"}:
+        return zlib.decompressobj(_GZIP_OR_ZLIB)
+    raise UnreadableEncodingError(encoding)
+
+
+class ResponseSide:
+    """Passes a response through a capture.
+
+    Args:
+        mode: Envoy's body mode for responses.
+        capture: what looks at it.
+        decoder: undoes its content encoding; the client then gets plain bytes.
+    """
+
+    def __init__(self, mode: "ProcessingMode.BodySendMode", capture: Capture, decoder: Decoder | None) -> None:
+        self.capture = capture
+        self._mode = mode
+        self._decoder = decoder
+        self._ended = False
+
+    def body(self, message: HttpBody) -> list[Message]:
+        """Take a body message, give its answer."""
+        if self._ended:
+            return [] if self._mode == Mode.FULL_DUPLEX_STREAMED else [CLEAR_RESPONSE_BODY]
+        data = message.body
+        out = self.capture.decode(self._decoder.decompress(data) if self._decoder else data)
+        if message.end_of_stream or self._mode == Mode.BUFFERED:
+            out += self._finish()
+        if self._mode == Mode.FULL_DUPLEX_STREAMED:
+            return streamed(out, response=True, end=message.end_of_stream)
+        if out == data:
+            return [CONTINUE_RESPONSE_BODY]
+        common = CommonResponse(body_mutation=replaced(out))
+        if self._mode == Mode.BUFFERED:
+            mutation = Headers(set={"content-length": str(len(out))}).mutation()
+            assert mutation
+            common.header_mutation.CopyFrom(mutation)
+        return [body_answer(response=True, common=common)]
+
+    def trailers(self) -> list[Message]:
+        """Trailers end the body. In STREAMED mode there is no message left that could carry what was held back.
+
+        The captures hold back as little as they can for that reason.
+        """
+        rest = b"" if self._ended else self._finish()
+        answers = streamed(rest, response=True, end=False) if self._mode == Mode.FULL_DUPLEX_STREAMED else []
+        return [*answers, CONTINUE_RESPONSE_TRAILERS]
+
+    def _finish(self) -> bytes:
+        self._ended = True
+        rest = self.capture.decode(self._decoder.flush()) if self._decoder else b""
+        return rest + self.capture.flush()

@@ -1,0 +1,88 @@
+"""The gRPC service `envoy.service.ext_proc.v3.ExternalProcessor`."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+
+from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from kvreturn.core.api.base import error_body
+from kvreturn.server.exchange import Exchange
+from kvreturn.server.messages import Message, immediate
+from kvreturn.server.world import World
+
+log = logging.getLogger("kvreturn")
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+# Envoy sends bodies in BUFFERED mode as one message; gRPC's own limit is 4 MiB (envoy answers 500 beyond it).
+_ROOM = 1 << 20
+
+
+def server_options(request_bytes: int) -> list[tuple[str, int]]:
+    """Channel options for bodies of this size."""
+    return [
+        ("grpc.max_receive_message_length", request_bytes + _ROOM),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),  # another process on this port is a mistake, not a helper
+    ]
+
+
+class ExternalProcessor:
+    """Serves streams; knows which are running, so that a drain can wait for them."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.running: set[asyncio.Task[object]] = set()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service. Messages may be serialised already: constant answers are."""
+        method = grpc.stream_stream_rpc_method_handler(
+            self.process, request_deserializer=ProcessingRequest.FromString, response_serializer=_serialise
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": method}),))
+
+    async def process(
+        self,
+        requests: AsyncIterator[ProcessingRequest],
+        context: "grpc.aio.ServicerContext[ProcessingRequest, Message]",
+    ) -> None:
+        """One stream: one HTTP exchange."""
+        task = asyncio.current_task()
+        assert task
+        self.running.add(task)
+        exchange = Exchange(self._world)
+        try:
+            with self._world.metrics.live.track_inprogress():
+                await self._serve(exchange, requests, context)
+        finally:
+            # Envoy ends streams by cancelling them, also after a good end (envoy#22727): no error, just the end.
+            exchange.close()
+            self.running.discard(task)
+
+    async def _serve(
+        self,
+        exchange: Exchange,
+        requests: AsyncIterator[ProcessingRequest],
+        context: "grpc.aio.ServicerContext[ProcessingRequest, Message]",
+    ) -> None:
+        async for request in requests:
+            if request.observability_mode:
+                continue  # Envoy ignores answers then
+            try:
+                answers = await exchange.handle(request)
+            except Exception:
+                log.exception("an exchange failed")
+                if exchange.answering:
+                    # Bytes of the answer have gone out: all that is left is to end it, which Envoy does.
+                    await context.abort(grpc.StatusCode.INTERNAL, "kvreturn: internal error")
+                text = error_body("kvreturn: internal error", "InternalServerError", 500)
+                await context.write(immediate(500, text, "internal", {"content-type": "application/json"}))
+                return
+            for answer in answers:
+                await context.write(answer)
+            if exchange.over:
+                return
+
+
+def _serialise(message: Message) -> bytes:
+    return message if isinstance(message, bytes) else message.SerializeToString()

@@ -1,0 +1,113 @@
+"""What all exchanges of one router share."""
+
+import asyncio
+import hmac
+import logging
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvreturn.config import Settings
+from kvreturn.core.fingerprint import Scope, keyed_hash
+from kvreturn.core.outcome import Outcome
+from kvreturn.core.ports import Put, SessionStore, Taken
+from kvreturn.core.turn import Policy
+from kvreturn.store.memory import MemoryStore
+from kvreturn.telemetry.metrics import Metrics
+from kvreturn.upstream.client import PrefillClient
+from kvreturn.upstream.judge import NodeJudge
+from kvreturn.upstream.pool import Pool
+
+log = logging.getLogger("kvreturn")
+_CREDENTIALS = ("authorization", "x-api-key", "api-key")
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+@dataclass(slots=True)
+class World:
+    """Settings, and the live things made from them."""
+
+    settings: Settings
+    store: SessionStore
+    prefill: Pool
+    decode: Pool
+    judge: NodeJudge
+    client: PrefillClient
+    metrics: Metrics
+    key: bytes
+    clock: Callable[[], float]
+    new_id: Callable[[], str] = _new_id
+
+    @classmethod
+    def create(cls, settings: Settings, clock: Callable[[], float] = time.monotonic) -> "World":
+        """Make everything. `client` must be entered before use."""
+        secret = settings.secret.get_secret_value().encode()
+        prefill, decode = Pool(settings.pools.prefill, clock), Pool(settings.pools.decode, clock)
+        breaker = settings.breaker
+        store = MemoryStore(max_entries=settings.store.max_entries, max_bytes=settings.store.max_bytes, clock=clock)
+        metrics = Metrics(settings.models)
+        judge = NodeJudge(decode, failures=breaker.failures, window=breaker.window, clock=clock)
+        metrics.watch("sessions", "Records in the session store.", lambda: len(store))
+        metrics.watch("sessions_bytes", "Bytes of the records in the session store.", lambda: store.bytes)
+        metrics.watch("sessions_evicted", "Records that left for want of room.", lambda: store.evicted)
+        metrics.watch("sessions_expired", "Handles that nobody took in time.", lambda: store.expired)
+        metrics.watch("breakers_open", "Decode engines whose handles are not used.", lambda: len(judge.open_breakers()))
+        return cls(
+            settings=settings,
+            store=store,
+            prefill=prefill,
+            decode=decode,
+            judge=judge,
+            client=PrefillClient(prefill, settings.envoy.prefill_listen if settings.prefill.via == "envoy" else None),
+            metrics=metrics,
+            # Fingerprints must not tell contents to a reader of the store, so they always have a key.
+            key=hmac.digest(secret, b"fingerprints", "sha256") if secret else os.urandom(32),
+            clock=clock,
+        )
+
+    def policy(self, model: str) -> Policy:
+        """The policy for a model's turns."""
+        settings = self.settings
+        return Policy(
+            proof=settings.proof_for(model),
+            min_tokens=settings.limits.min_tokens,
+            fallback=settings.prefill.on_failure == "fallback",
+            ttl=settings.store.ttl,
+            secret=settings.secret.get_secret_value().encode(),
+        )
+
+    def scope(self, headers: Mapping[str, str]) -> Scope:
+        """Whose request this is, by the configured tenant header, else by its credential."""
+        name = self.settings.tenant_header
+        if name:
+            return Scope(self.key, b"tenant\0" + headers.get(name.lower(), "").encode())
+        credentials = "\0".join(headers.get(h, "") for h in _CREDENTIALS)
+        return Scope(self.key, b"credential\0" + keyed_hash(self.key, credentials.encode()))
+
+    async def take(self, keys: Sequence[bytes]) -> Taken:
+        """Take from the store, within its deadline."""
+        try:
+            async with asyncio.timeout(self.settings.store.deadline):
+                return await self.store.take(keys)
+        except Exception as e:  # noqa: BLE001 - whatever the store does, the turn goes on
+            self._store_failed("take", e)
+            return Taken(None, Outcome.STORE_UNAVAILABLE)
+
+    async def put(self, put: Put) -> bool:
+        """Put into the store, within its deadline. Returns whether it is there."""
+        try:
+            async with asyncio.timeout(self.settings.store.deadline):
+                await self.store.put(put.keys, put.record)
+        except Exception as e:  # noqa: BLE001 - as above
+            self._store_failed("put", e)
+            return False
+        return True
+
+    def _store_failed(self, operation: str, error: Exception) -> None:
+        self.metrics.store_errors.labels(operation).inc()
+        log.warning("store %s failed: %s", operation, type(error).__name__)

@@ -1,0 +1,131 @@
+"""The session store of a single router process."""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvreturn.core.outcome import Outcome
+from kvreturn.core.ports import Record, Taken
+
+_OVERHEAD = 600  # bytes of Python objects around an entry and its two keys, measured with tracemalloc
+_PER_KEY = 8  # entries under one key: equal conversations of one tenant, answered alike
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    serial: int
+    keys: tuple[bytes, ...]
+    record: Record | None
+    put_at: float
+    reason: Outcome | None = None  # why `record` is gone
+    forget_at: float = 0.0
+
+    @property
+    def size(self) -> int:
+        return _OVERHEAD + len(self.record.handle or b"" if self.record else b"")
+
+
+class MemoryStore:
+    """Records in a dict, bounded in number and bytes, oldest first out.
+
+    A record that was taken or has expired leaves a small trace for as long again as it could have lived, so that the
+    next request learns why it goes cold.
+
+    Args:
+        max_entries: upper bound of records, and of traces.
+        max_bytes: upper bound of the bytes of all records.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, *, max_entries: int, max_bytes: int, clock: Callable[[], float]) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._serials = itertools.count()
+        self._index: dict[bytes, list[_Entry]] = {}
+        self._live: OrderedDict[int, _Entry] = OrderedDict()  # by age
+        self._gone: OrderedDict[int, _Entry] = OrderedDict()
+        self.bytes = 0
+        self.evicted = 0
+        self.expired = 0
+
+    def __len__(self) -> int:
+        """Number of records that can be taken, or that say why there is nothing to take."""
+        return len(self._live)
+
+    @property
+    def handles(self) -> int:
+        """Number of handles that can be taken."""
+        return sum(1 for e in self._live.values() if e.record and e.record.handle)
+
+    async def put(self, keys: Sequence[bytes], record: Record) -> None:
+        """See `SessionStore.put`."""
+        now = self._clock()
+        self._sweep(now)
+        entry = _Entry(next(self._serials), tuple(keys), record, now)
+        self._live[entry.serial] = entry
+        self.bytes += entry.size
+        for key in entry.keys:
+            bucket = self._index.setdefault(key, [])
+            bucket.append(entry)
+            if len(bucket) > _PER_KEY:
+                self._forget(bucket[0])
+        while len(self._live) > self._max_entries or (self.bytes > self._max_bytes and len(self._live) > 1):
+            self.evicted += 1
+            self._forget(next(iter(self._live.values())))
+
+    async def take(self, keys: Sequence[bytes]) -> Taken:
+        """See `SessionStore.take`. There is no await in it, so it is atomic."""
+        now = self._clock()
+        self._sweep(now)
+        reason: Outcome | None = None
+        for key in keys:
+            for entry in reversed(self._index.get(key, ())):
+                record = entry.record
+                if record is not None and now - entry.put_at >= record.ttl:
+                    self._bury(entry, Outcome.EXPIRED)
+                    self.expired += record.handle is not None
+                    record = None
+                if record is None:
+                    reason = reason or entry.reason
+                    continue
+                if record.handle is not None:
+                    self._bury(entry, Outcome.ALREADY_TAKEN)
+                return Taken(record, None, now - entry.put_at)
+        return Taken(None, reason)
+
+    def _sweep(self, now: float) -> None:
+        """Drop what is over from the old end. Entries with a shorter TTL than those before them wait for these."""
+        while self._live:
+            entry = next(iter(self._live.values()))
+            if entry.record is None or now - entry.put_at < entry.record.ttl:
+                break
+            self.expired += entry.record.handle is not None
+            self._bury(entry, Outcome.EXPIRED)
+        while self._gone:
+            entry = next(iter(self._gone.values()))
+            if len(self._gone) <= self._max_entries and now < entry.forget_at:
+                break
+            self._forget(entry)
+
+    def _bury(self, entry: _Entry, reason: Outcome) -> None:
+        """Keep only the reason."""
+        record = entry.record
+        assert record
+        self._live.pop(entry.serial)
+        self.bytes -= entry.size
+        entry.record, entry.reason = None, record.reason or reason
+        entry.forget_at = self._clock() + record.ttl
+        self._gone[entry.serial] = entry
+
+    def _forget(self, entry: _Entry) -> None:
+        if self._live.pop(entry.serial, None):
+            self.bytes -= entry.size
+        self._gone.pop(entry.serial, None)
+        for key in entry.keys:
+            bucket = self._index.get(key)
+            if bucket and entry in bucket:
+                bucket.remove(entry)
+                if not bucket:
+                    del self._index[key]

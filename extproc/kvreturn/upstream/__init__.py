@@ -1,0 +1,1 @@
+"""The vLLM nodes: pools, what is known of them, and the prefill leg's client."""

@@ -1,0 +1,99 @@
+"""The prefill leg's HTTP client: through Envoy's loopback listener, or straight to the node."""
+
+import asyncio
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+import aiohttp
+
+from kvreturn.core.ports import Ask, Failure, Reply
+from kvreturn.upstream.pool import Pool
+
+NODE_HEADER = "x-kvreturn-node"
+UPSTREAM_HEADER = "x-kvreturn-upstream"
+_FIRST_SHARE = 0.5  # of the time for the leg: what is left is for the cold retry
+_BODY_LIMIT = 64 << 20
+# vLLM's server drops idle connections after 5 s (uvicorn's timeout_keep_alive): let go of ours before.
+_KEEPALIVE = 4.0
+# How Envoy says that it could not reach the node (access log flags UF, UH, URX): no answer of the node's own.
+_ENVOY_LOCAL = (b"upstream connect error", b"no healthy upstream")
+
+
+class PrefillClient:
+    """Sends requests to prefill nodes. Use as an async context manager.
+
+    Args:
+        pool: the prefill nodes.
+        through: address of Envoy's prefill listener; None to connect to the nodes directly.
+    """
+
+    def __init__(self, pool: Pool, through: str | None) -> None:
+        self._pool = pool
+        self._through = through
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        """Open the connection pool."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=2.0),
+            auto_decompress=True,
+            raise_for_status=False,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        if self._session:
+            await self._session.close()
+
+    async def ask(self, ask: Ask, headers: Mapping[str, str], seconds: float) -> Reply:
+        """Send a request.
+
+        Args:
+            ask: what to send.
+            headers: to send with it.
+            seconds: how long the whole leg may still take; another try keeps half of it unless `ask.last`.
+
+        Returns:
+            The answer. Failures to get one are answers too; only cancellation is raised, and closes the connection,
+            which makes vLLM abort the request.
+        """
+        node = self._pool.choose(ask.prefer, ask.avoid)
+        if node is None:
+            return Reply(None, failure=Failure.CONNECT)
+        self._pool.started(node, ask.tokens)
+        try:
+            async with asyncio.timeout(seconds if ask.last else seconds * _FIRST_SHARE):
+                reply = await self._post(node, ask, headers)
+        except TimeoutError:
+            return Reply(node, failure=Failure.TIMEOUT)
+        except (aiohttp.ClientError, OSError):
+            self._pool.unreachable(node)
+            return Reply(node, failure=Failure.CONNECT)
+        finally:
+            self._pool.finished(node, ask.tokens)
+        if self._through and reply.status == 503 and reply.body.startswith(_ENVOY_LOCAL):  # noqa: PLR2004
+            self._pool.unreachable(node)
+            return Reply(node, failure=Failure.CONNECT)
+        self._pool.reachable(node)
+        return reply
+
+    async def _post(self, node: str, ask: Ask, headers: Mapping[str, str]) -> Reply:
+        assert self._session
+        send = {**headers, "content-type": "application/json"}
+        if self._through:
+            send[NODE_HEADER] = node
+        url = f"http://{self._through or node}{ask.path}"
+        async with self._session.post(url, data=ask.body, headers=send, allow_redirects=False) as response:
+            body = bytearray()
+            async for chunk in response.content.iter_any():
+                body += chunk
+                if len(body) > _BODY_LIMIT:
+                    raise aiohttp.ClientPayloadError("answer of a prefill node is over 64 MiB")
+            # Envoy may have chosen another node than the one we asked for, if that one is down.
+            upstream = response.headers.get(UPSTREAM_HEADER) if self._through else None
+            return Reply(upstream or node, response.status, bytes(body), response.content_type)

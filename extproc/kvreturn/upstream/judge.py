@@ -1,0 +1,50 @@
+"""What speaks against using a handle now: its node left the pool, or reads from its engine keep failing."""
+
+from collections import deque
+from collections.abc import Callable
+
+from kvreturn.core.handle import Handle
+from kvreturn.core.outcome import Outcome
+from kvreturn.core.ports import Record
+from kvreturn.upstream.pool import Pool
+
+_ENGINES = 1024  # engines whose failures are remembered
+
+
+class NodeJudge:
+    """Implements `kvreturn.core.ports.Judge`.
+
+    Args:
+        decode: the pool of decode nodes.
+        failures: so many failed reads of one engine's handles within `window` stop the use of its handles.
+        window: seconds over which failures count.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, decode: Pool, *, failures: int, window: float, clock: Callable[[], float]) -> None:
+        self._decode = decode
+        self._failures = failures
+        self._window = window
+        self._clock = clock
+        self._failed: dict[str, deque[float]] = {}
+
+    def objection(self, record: Record, handle: Handle) -> Outcome | None:
+        """See `Judge.objection`."""
+        if record.decode_node and record.decode_node not in self._decode:
+            return Outcome.NODE_GONE
+        return Outcome.BREAKER_OPEN if handle.engine in self.open_breakers() else None
+
+    def read_failed(self, handle: Handle) -> None:
+        """See `Judge.read_failed`."""
+        self._failed.setdefault(handle.engine, deque(maxlen=self._failures)).append(self._clock())
+        while len(self._failed) > _ENGINES:
+            self._failed.pop(next(iter(self._failed)))
+
+    def read_succeeded(self, handle: Handle) -> None:
+        """See `Judge.read_succeeded`."""
+        self._failed.pop(handle.engine, None)
+
+    def open_breakers(self) -> list[str]:
+        """Engines whose handles are not used now."""
+        since = self._clock() - self._window
+        return [e for e, times in self._failed.items() if len(times) == self._failures and times[0] > since]

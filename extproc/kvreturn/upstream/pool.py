@@ -1,0 +1,66 @@
+"""A pool of nodes: choosing one, and keeping away from one that cannot be reached."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+_BACKOFF = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds out of the pool after the 1st, 2nd, ... failure in a row
+
+
+@dataclass(slots=True)
+class _Node:
+    address: str
+    load: int = 0
+    failures: int = 0
+    out_until: float = 0.0
+
+
+class Pool:
+    """Nodes of one kind.
+
+    Args:
+        addresses: `host:port` of each.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, addresses: Iterable[str], clock: Callable[[], float]) -> None:
+        self._nodes = {a: _Node(a) for a in addresses}
+        self._clock = clock
+
+    def __contains__(self, address: object) -> bool:
+        """Whether the node is in the pool, reachable or not."""
+        return address in self._nodes
+
+    def choose(self, prefer: str | None = None, avoid: str | None = None) -> str | None:
+        """The address of a node: the preferred one if it is well, else the one with the least outstanding tokens.
+
+        A node that failed lately is chosen only if there is no other, and `avoid` only if it is the last one.
+        """
+        now = self._clock()
+
+        def rank(node: _Node) -> tuple[bool, bool, bool, int]:
+            return node.address == avoid, node.out_until > now, node.address != prefer, node.load
+
+        return min(self._nodes.values(), key=rank).address if self._nodes else None
+
+    def started(self, address: str, tokens: int) -> None:
+        """A request of about this many tokens went to the node."""
+        if address in self._nodes:
+            self._nodes[address].load += tokens
+
+    def finished(self, address: str, tokens: int) -> None:
+        """It is over."""
+        if address in self._nodes:
+            self._nodes[address].load -= tokens
+
+    def unreachable(self, address: str) -> None:
+        """The node could not be reached: it is out for a while, longer each time in a row."""
+        if address in self._nodes:
+            node = self._nodes[address]
+            node.out_until = self._clock() + _BACKOFF[min(node.failures, len(_BACKOFF) - 1)]
+            node.failures += 1
+
+    def reachable(self, address: str) -> None:
+        """The node answered."""
+        if address in self._nodes:
+            self._nodes[address].failures = 0
+            self._nodes[address].out_until = 0.0
