@@ -1,0 +1,40 @@
+# Every target does its own set-up in .venv; nothing else is needed on a machine with Python 3.11+.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format proto docs clean
+
+help:  ## Show this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvreturn needs Python 3.11 or newer; set PYTHON=")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## A multi-turn agent conversation through real Envoy: off, on, and an oracle
+	$(BIN)/kvreturn demo $(ARGS)
+
+test: $(STAMP)  ## All tests but those that need real vLLM
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(STAMP)  ## Formatting, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: $(STAMP)  ## Generate the protobuf code
+	$(BIN)/python scripts/gen_protos.py
+
+docs: $(STAMP)  ## Generate the reference parts of README.md and envoy/*.yaml
+	$(BIN)/python scripts/gen_docs.py
+
+clean:  ## Remove the virtual environment and caches
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
