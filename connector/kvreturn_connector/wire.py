@@ -1,0 +1,1 @@
+../../extproc/kvreturn/core/wire.py
