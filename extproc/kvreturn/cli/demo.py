@@ -1,0 +1,102 @@
+"""`kvreturn demo`."""
+
+import asyncio
+import json
+import sys
+from collections import deque
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from kvreturn.demo.run import Turn, play, sentence, summary
+from kvreturn.demo.script import Script, ScriptError, built_in, from_file
+from kvreturn.demo.show import LiveTable, plot
+from kvreturn.demo.stack import SimOptions, simulated
+from kvreturn.envoy.process import ProcessError, Sink
+from kvreturn.sim import TEMPLATES
+
+_LOG_LINES = 200
+
+
+@click.command()
+@click.option(
+    "--conversation",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Play the user and tool messages of this chat history (JSON) instead of the built-in conversation.",
+)
+@click.option("--template", type=click.Choice(sorted(TEMPLATES)), default="plain", show_default=True)
+@click.option("--tokenizer", type=click.Choice(["exact", "blurry"]), default="exact", show_default=True)
+@click.option(
+    "--prefill-cache/--no-prefill-cache",
+    default=False,
+    show_default=True,
+    help="Whether the prefill node has a prefix cache. With one node and nobody else on it the cache alone keeps all "
+    "but the generated tokens, which production nodes do not.",
+)
+@click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot of the TTFT.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--verbose", is_flag=True, help="Show the logs of nodes, router and Envoy.")
+def command(
+    conversation: Path | None,
+    template: str,
+    tokenizer: str,
+    prefill_cache: bool,
+    picture: Path | None,
+    as_json: bool,
+    verbose: bool,
+) -> None:
+    """Play a multi-turn agent conversation through real Envoy, with and without read-back, and compare.
+
+    The same conversation runs three times, in step: `off` (the prefill node computes the whole history each turn), `on`
+    (it reads back from the decode node), and on a plain single node, the oracle. All answers must be the same; if not,
+    the exit code is 1. Nodes and their timing are simulated; client, Envoy, router and protocol are real.
+    """
+    try:
+        script = from_file(conversation) if conversation else built_in()
+    except ScriptError as e:
+        raise click.ClickException(str(e)) from None
+    options = SimOptions(template=template, tokenizer=tokenizer, prefill_cache=prefill_cache)
+    logs: deque[str] = deque(maxlen=_LOG_LINES)
+
+    def sink(name: str, line: str) -> None:
+        logs.append(f"{name}: {line}")
+        if verbose:
+            click.echo(logs[-1], err=True)
+
+    console = Console(stderr=as_json, quiet=as_json)
+    try:
+        turns = asyncio.run(_run(script, options, console, sink))
+    except ProcessError as e:
+        raise click.ClickException(str(e)) from None
+    except Exception:
+        if not verbose:
+            click.echo("\n".join(["The last log lines:", *logs]), err=True)
+        raise
+    result = summary("sim", turns)
+    if picture:
+        plot(turns, picture, simulated=True)
+        console.print(f"Plot: {picture}")
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        console.print(sentence(result))
+    if not result["identical"]:
+        click.echo("The answers differ: this must never happen.", err=True)
+        sys.exit(1)
+
+
+async def _run(script: Script, options: SimOptions, console: Console, sink: Sink) -> list[Turn]:
+    turns: list[Turn] = []
+    console.print(
+        "Nodes and their timing are [bold]simulated[/] (10,000 prompt tokens/s, 10 GB/s); the openai client, Envoy, "
+        "the router and everything on the wire are real."
+    )
+    with console.status("") as status:
+        async with simulated(options, sink, lambda what: status.update(f"starting {what}")) as stack:
+            status.stop()
+            with LiveTable(console, script.length, simulated=True) as table:
+                async for turn in play(stack, script):
+                    turns.append(turn)
+                    table.add(turn)
+    return turns

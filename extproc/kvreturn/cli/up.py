@@ -1,0 +1,167 @@
+"""`kvreturn up`: the router and Envoy together, started, watched and stopped as one."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvreturn.config import ConfigError, Settings, load_settings
+from kvreturn.envoy.ports import reachable, unavailable
+from kvreturn.envoy.process import Child, ProcessError, Sink
+from kvreturn.envoy.runner import EnvoyProcess
+
+_ROUTER_READY_WITHIN = 30.0  # seconds
+_ROUTER_STOP_WITHIN = 5.0  # seconds, after Envoy has stopped: it has no streams then
+_HEALTH_DEADLINE = 1.0  # seconds
+_COLOURS = {"router": "cyan", "envoy": "magenta", "kvreturn": "green"}
+
+
+@click.command("up")
+@click.option(
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default="kvreturn.yaml",
+    show_default=True,
+    help="Settings.",
+)
+@click.option("--concurrency", type=click.IntRange(min=1), default=2, show_default=True, help="Envoy worker threads.")
+@click.option(
+    "--envoy-log-level",
+    type=click.Choice(["trace", "debug", "info", "warn", "error", "critical", "off"]),
+    default="warn",
+    show_default=True,
+)
+def command(config: Path, concurrency: int, envoy_log_level: str) -> None:
+    """Run the ext_proc server and Envoy together, until SIGINT or SIGTERM.
+
+    Log lines come with their source in front. If one of the two dies, the other is stopped and the exit code is 1. A
+    signal drains: new connections are refused, running streams get `drain_timeout` seconds to end, then both stop. A
+    second signal stops them at once.
+    """
+    try:
+        settings = load_settings(config)
+        serve = [sys.executable, "-m", "kvreturn.cli.main", "serve", "--config", str(config)]
+        asyncio.run(run(settings, serve, _print_line, concurrency=concurrency, log_level=envoy_log_level))
+    except (ConfigError, ProcessError) as e:
+        raise click.ClickException(str(e)) from e
+
+
+async def run(
+    settings: Settings, serve: Sequence[str], sink: Sink, *, concurrency: int = 2, log_level: str = "warn"
+) -> None:
+    """Run both until a signal comes, then drain.
+
+    Args:
+        settings: the router's.
+        serve: command line that starts the router with the same settings.
+        sink: takes what both log, and under the name `kvreturn` what we have to say.
+        concurrency: Envoy worker threads.
+        log_level: Envoy's own name for it.
+
+    Raises:
+        ConfigError: no bootstrap can be made of the settings.
+        ProcessError: an address is in use, or one of the two did not start or died. The other is stopped by then.
+    """
+    from kvreturn.envoy import bootstrap  # noqa: PLC0415 - takes about a second: not before errors in the arguments
+
+    document = bootstrap.to_dict(bootstrap.build(settings))
+    taken = unavailable(_listens(settings))
+    if taken:
+        raise ProcessError("\n".join(taken))
+    for warning in bootstrap.warnings(settings):
+        sink("kvreturn", f"warning: {warning}")
+    envoy = EnvoyProcess(document, sink=sink, concurrency=concurrency, log_level=log_level)
+    router = Child("router", serve, sink, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    async with contextlib.AsyncExitStack() as stack:
+        signals = stack.enter_context(_signals())
+        await router.start()
+        stack.push_async_callback(router.stop, _ROUTER_STOP_WITHIN)
+        await envoy.start()
+        stack.push_async_callback(envoy.stop)  # the last in is the first to stop
+        both = (router, envoy.child)
+        if await _first(both, signals.get(), _ready(settings, router, envoy)) == 0:
+            return
+        sink("kvreturn", f"ready: http://{reachable(settings.envoy.listen)}/v1")
+        await _first(both, signals.get())
+        sink("kvreturn", f"stopping; running streams get {settings.drain_timeout:g} s, a second signal cuts them")
+        await _first(both, signals.get(), envoy.drain(settings.drain_timeout))
+
+
+async def _ready(settings: Settings, router: Child, envoy: EnvoyProcess) -> None:
+    async def serving() -> bool:
+        return await _is_serving(reachable(settings.listen))
+
+    await router.ready(serving, _ROUTER_READY_WITHIN)
+    await envoy.ready()
+
+
+async def _is_serving(target: str) -> bool:
+    # A channel of its own for each look, with nothing shared: gRPC would back off after the first refusal.
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+    async with grpc.aio.insecure_channel(target, options=options) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_DEADLINE)
+        except grpc.aio.AioRpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def _first(children: Sequence[Child], *wanted: Coroutine[Any, Any, object]) -> int:
+    """Wait for the first of `wanted`; the others are cancelled.
+
+    Returns:
+        Its index.
+
+    Raises:
+        ProcessError: a child died before.
+    """
+    tasks = [asyncio.create_task(w) for w in wanted]
+    deaths = [asyncio.create_task(child.wait()) for child in children]
+    try:
+        await asyncio.wait([*tasks, *deaths], return_when=asyncio.FIRST_COMPLETED)
+        for child, death in zip(children, deaths, strict=True):
+            if death.done():
+                raise ProcessError(child.epitaph(death.result()))
+        index = next(i for i, task in enumerate(tasks) if task.done())
+        tasks[index].result()
+        return index
+    finally:
+        for task in [*tasks, *deaths]:
+            task.cancel()
+        await asyncio.gather(*tasks, *deaths, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[asyncio.Queue[int]]:
+    """The signals that ask us to stop, one item each."""
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue[int]()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, queue.put_nowait, number)
+    try:
+        yield queue
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _listens(settings: Settings) -> dict[str, str]:
+    envoy = settings.envoy
+    listens = {"envoy.listen": envoy.listen, "envoy.prefill_listen": envoy.prefill_listen, "envoy.admin": envoy.admin}
+    listens["listen"] = settings.listen
+    return {**listens, "admin": settings.admin} if settings.admin else listens
+
+
+def _print_line(source: str, line: str) -> None:
+    colour = None if "NO_COLOR" in os.environ else _COLOURS[source]
+    click.echo(f"{click.style(f'{source:>8} |', fg=colour)} {line}")

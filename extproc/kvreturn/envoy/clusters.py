@@ -1,0 +1,172 @@
+"""Envoy clusters for the decode pool, the prefill pool and the router itself."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import betterproto2
+
+from kvreturn.config import ConfigError
+from kvreturn.core.address import split_address
+from kvreturn.envoy import names
+from kvreturn.envoy.ports import is_ip, reachable
+from kvreturn.envoy.protos import (
+    Any,
+    cluster_pb,
+    core_pb,
+    endpoint_pb,
+    http_pb,
+    least_request_pb,
+    metadata_pb,
+    override_host_pb,
+    type_pb,
+)
+
+_HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+# Envoy's default of 1024 would refuse streams that vLLM is able to queue. vLLM is HTTP/1: one connection per stream.
+_PARALLEL = 16_384
+# uvicorn closes a kept connection after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A request that Envoy writes in that moment
+# would be lost, and Envoy may not retry it. So Envoy closes first.
+_NODE_IDLE = timedelta(seconds=4)
+
+
+def bind_address(address: str) -> core_pb.Address:
+    """Where a listener binds: `host:port`, host an IP address or `localhost`.
+
+    Raises:
+        ConfigError: Envoy binds no other host names.
+    """
+    host, port = split_address(address)
+    if host == "localhost":
+        host = "127.0.0.1"
+    if not is_ip(host):
+        raise ConfigError(f"envoy: cannot listen on {address}: Envoy binds IP addresses only")
+    return core_pb.Address(socket_address=core_pb.SocketAddress(address=host, port_value=port))
+
+
+def node_cluster(name: str, nodes: Sequence[str], metadata_key: str, health_check_path: str) -> cluster_pb.Cluster:
+    """A pool of vLLM nodes, of which dynamic metadata may name one.
+
+    Args:
+        name: the cluster's name.
+        nodes: `host:port` of each node.
+        metadata_key: key within the metadata namespace `kvreturn`; its value is the node's `ip:port`.
+        health_check_path: path that answers 200 on a node that can serve.
+    """
+    cluster = _cluster(name, nodes, timedelta(seconds=2))
+    cluster.load_balancing_policy = _named_node_else_least_request(metadata_key)
+    # Envoy ignores health altogether once less than half of a pool is healthy; in a pool of three that would send two
+    # thirds of the traffic to dead nodes. Here it does so only if no node at all is healthy.
+    cluster.common_lb_config = cluster_pb.ClusterCommonLbConfig(healthy_panic_threshold=type_pb.Percent(value=1))
+    cluster.health_checks = [
+        core_pb.HealthCheck(
+            timeout=timedelta(seconds=3),
+            interval=timedelta(seconds=5),
+            no_traffic_interval=timedelta(seconds=5),  # Envoy's default, 60 s, finds a dead idle node far too late
+            unhealthy_threshold=2,
+            healthy_threshold=1,
+            http_health_check=core_pb.HealthCheckHttpHealthCheck(path=health_check_path),
+        )
+    ]
+    # A node that refuses a connection gets no more until the next health check. Its answers do not count: one that
+    # answers 500 to a bad request is up.
+    cluster.outlier_detection = cluster_pb.OutlierDetection(
+        split_external_local_origin_errors=True,
+        consecutive_local_origin_failure=1,
+        enforcing_consecutive_local_origin_failure=100,
+        enforcing_local_origin_success_rate=0,
+        enforcing_consecutive_5xx=0,
+        enforcing_consecutive_gateway_failure=0,
+        enforcing_success_rate=0,
+        interval=timedelta(seconds=1),
+        base_ejection_time=timedelta(seconds=5),
+        max_ejection_percent=50,
+    )
+    cluster.typed_extension_protocol_options[_HTTP_OPTIONS] = Any.pack(
+        http_pb.HttpProtocolOptions(
+            common_http_protocol_options=core_pb.HttpProtocolOptions(idle_timeout=_NODE_IDLE),
+            explicit_http_config=http_pb.HttpProtocolOptionsExplicitHttpConfig(
+                http_protocol_options=core_pb.Http1ProtocolOptions()
+            ),
+        )
+    )
+    return cluster
+
+
+def router_cluster(listen: str) -> cluster_pb.Cluster:
+    """The ext_proc server, over HTTP/2.
+
+    No HTTP/2 keepalive: a gRPC server hangs up on a peer that pings an idle connection more than every five minutes.
+
+    Args:
+        listen: `host:port` or `unix:/path` that the server binds.
+    """
+    cluster = _cluster(names.ROUTER_CLUSTER, [reachable(listen)], timedelta(seconds=1))
+    cluster.typed_extension_protocol_options[_HTTP_OPTIONS] = Any.pack(
+        http_pb.HttpProtocolOptions(
+            explicit_http_config=http_pb.HttpProtocolOptionsExplicitHttpConfig(
+                http2_protocol_options=core_pb.Http2ProtocolOptions()
+            )
+        )
+    )
+    return cluster
+
+
+def _cluster(name: str, addresses: Sequence[str], connect_timeout: timedelta) -> cluster_pb.Cluster:
+    sockets = [a for a in addresses if not a.startswith("unix:")]
+    cluster = cluster_pb.Cluster(
+        name=name,
+        type=cluster_pb.ClusterDiscoveryType.STATIC,
+        connect_timeout=connect_timeout,
+        load_assignment=endpoint_pb.ClusterLoadAssignment(
+            cluster_name=name,
+            endpoints=[
+                endpoint_pb.LocalityLbEndpoints(
+                    lb_endpoints=[
+                        endpoint_pb.LbEndpoint(endpoint=endpoint_pb.Endpoint(address=_address(a))) for a in addresses
+                    ]
+                )
+            ],
+        ),
+        circuit_breakers=cluster_pb.CircuitBreakers(
+            thresholds=[
+                cluster_pb.CircuitBreakersThresholds(
+                    max_connections=_PARALLEL, max_pending_requests=_PARALLEL, max_requests=_PARALLEL
+                )
+            ]
+        ),
+    )
+    if sockets:  # the option cannot be set on a Unix socket
+        cluster.upstream_connection_options = cluster_pb.UpstreamConnectionOptions(
+            tcp_keepalive=core_pb.TcpKeepalive(keepalive_time=30, keepalive_interval=10, keepalive_probes=3)
+        )
+    if not all(is_ip(split_address(a)[0]) for a in sockets):  # STATIC takes IP addresses only
+        cluster.type = cluster_pb.ClusterDiscoveryType.STRICT_DNS
+        cluster.dns_lookup_family = cluster_pb.ClusterDnsLookupFamily.V4_PREFERRED
+    return cluster
+
+
+def _address(address: str) -> core_pb.Address:
+    if address.startswith("unix:"):
+        return core_pb.Address(pipe=core_pb.Pipe(path=address.removeprefix("unix:")))
+    host, port = split_address(address)
+    return core_pb.Address(socket_address=core_pb.SocketAddress(address=host, port_value=port))
+
+
+def _named_node_else_least_request(metadata_key: str) -> cluster_pb.LoadBalancingPolicy:
+    source = override_host_pb.OverrideHostOverrideHostSource(
+        metadata=metadata_pb.MetadataKey(
+            key=names.METADATA_NAMESPACE, path=[metadata_pb.MetadataKeyPathSegment(key=metadata_key)]
+        )
+    )
+    least_request = _policy("envoy.load_balancing_policies.least_request", least_request_pb.LeastRequest())
+    return _policy(
+        "envoy.load_balancing_policies.override_host",
+        override_host_pb.OverrideHost(override_host_sources=[source], fallback_policy=least_request),
+    )
+
+
+def _policy(name: str, config: betterproto2.Message) -> cluster_pb.LoadBalancingPolicy:
+    extension = core_pb.TypedExtensionConfig(name=name, typed_config=Any.pack(config))
+    return cluster_pb.LoadBalancingPolicy(
+        policies=[cluster_pb.LoadBalancingPolicyPolicy(typed_extension_config=extension)]
+    )

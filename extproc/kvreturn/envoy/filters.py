@@ -1,0 +1,114 @@
+"""The HTTP filters of the bootstrap."""
+
+from datetime import timedelta
+
+import betterproto2
+
+from kvreturn.config import Settings
+from kvreturn.envoy import names
+from kvreturn.envoy.protos import (
+    Any,
+    core_pb,
+    early_mutation_pb,
+    ext_proc_pb,
+    hcm_pb,
+    header_to_metadata_pb,
+    lua_pb,
+    matcher_pb,
+    mutation_pb,
+    router_pb,
+)
+
+# `override_host` takes a named node without asking whether it is alive: a conversation bound to a dead node would get
+# 503 turn after turn. Envoy's own override mechanism does ask (health check and outlier detection), but is within reach
+# of scripts only. So this names the node there, and takes it from `override_host` if that worked. It does not work for
+# what is no ip:port; such a name stays where it is, matches no host, and the fallback policy chooses.
+_NODE_GUARD = """\
+function envoy_on_request(handle)
+  local metadata = handle:streamInfo():dynamicMetadata()
+  local ours = metadata:get("{namespace}")
+  local node = ours and ours["{key}"]
+  if node and pcall(handle.setUpstreamOverrideHost, handle, node, false) then
+    metadata:set("{namespace}", "{key}", "")
+  end
+end
+"""
+
+
+def message_timeout(settings: Settings) -> float:
+    """Seconds that the router may take for one message: it answers a request only after the prefill leg."""
+    return settings.prefill.timeout + 5
+
+
+def ext_proc(settings: Settings) -> hcm_pb.HttpFilter:
+    """The filter that calls the router."""
+    send, skip = ext_proc_pb.ProcessingModeHeaderSendMode.SEND, ext_proc_pb.ProcessingModeHeaderSendMode.SKIP
+    request = ext_proc_pb.ProcessingModeBodySendMode[settings.envoy.request_body_mode]
+    response = ext_proc_pb.ProcessingModeBodySendMode[settings.envoy.response_body_mode]
+    full_duplex = ext_proc_pb.ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+    config = ext_proc_pb.ExternalProcessor(
+        grpc_service=core_pb.GrpcService(envoy_grpc=core_pb.GrpcServiceEnvoyGrpc(cluster_name=names.ROUTER_CLUSTER)),
+        # Never let a body pass unread: it could carry a client's own kv_transfer_params (field report 31).
+        failure_mode_allow=False,
+        processing_mode=ext_proc_pb.ProcessingMode(
+            request_header_mode=send,
+            response_header_mode=send,
+            request_body_mode=request,
+            response_body_mode=response,
+            # A buffered body comes whole, with or without trailers after it, and vLLM reads none.
+            request_trailer_mode=send if request == full_duplex else skip,
+            response_trailer_mode=send,
+        ),
+        response_attributes=[names.UPSTREAM_ADDRESS],
+        message_timeout=timedelta(seconds=message_timeout(settings)),
+        stat_prefix="kvreturn",
+        max_message_timeout=timedelta(0),
+        # Where a body mode is full duplex Envoy ignores overrides without a word.
+        allow_mode_override=full_duplex not in {request, response},
+        metadata_options=ext_proc_pb.MetadataOptions(
+            receiving_namespaces=ext_proc_pb.MetadataOptionsMetadataNamespaces(untyped=[names.METADATA_NAMESPACE])
+        ),
+    )
+    return _filter(names.EXT_PROC_FILTER, config)
+
+
+def node_guard(key: str) -> hcm_pb.HttpFilter:
+    """Has Envoy use the node that the metadata names, if that node is alive.
+
+    Args:
+        key: within the metadata namespace `kvreturn`.
+    """
+    script = _NODE_GUARD.format(namespace=names.METADATA_NAMESPACE, key=key)
+    return _filter("envoy.filters.http.lua", lua_pb.Lua(default_source_code=core_pb.DataSource(inline_string=script)))
+
+
+def node_header() -> hcm_pb.HttpFilter:
+    """Turns the router's node header into metadata, so that the node never sees it."""
+    rule = header_to_metadata_pb.ConfigRule(
+        header=names.NODE_HEADER,
+        on_header_present=header_to_metadata_pb.ConfigKeyValuePair(
+            metadata_namespace=names.METADATA_NAMESPACE, key=names.PREFILL_NODE_KEY
+        ),
+        remove=True,
+    )
+    return _filter("envoy.filters.http.header_to_metadata", header_to_metadata_pb.Config(request_rules=[rule]))
+
+
+def router() -> hcm_pb.HttpFilter:
+    """Envoy's own router filter. It adds no x-envoy-* headers: they would tell clients about our inside."""
+    return _filter("envoy.filters.http.router", router_pb.Router(suppress_envoy_headers=True))
+
+
+def strip_client_headers() -> core_pb.TypedExtensionConfig:
+    """Removes our own headers from what clients send, before anything else looks at the request."""
+    ours = matcher_pb.StringMatcher(prefix=names.HEADER_PREFIX)
+    remove = mutation_pb.HeaderMutation(remove_on_match=mutation_pb.HeaderMutationRemoveOnMatch(key_matcher=ours))
+    return core_pb.TypedExtensionConfig(
+        name="envoy.http.early_header_mutation.header_mutation",
+        typed_config=Any.pack(early_mutation_pb.HeaderMutation(mutations=[remove])),
+    )
+
+
+def _filter(name: str, config: betterproto2.Message) -> hcm_pb.HttpFilter:
+    """A filter with its configuration."""
+    return hcm_pb.HttpFilter(name=name, typed_config=Any.pack(config))

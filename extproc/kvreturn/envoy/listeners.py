@@ -1,0 +1,128 @@
+"""Envoy listeners: where clients connect, and the router's way to the prefill nodes."""
+
+from datetime import timedelta
+
+from kvreturn.config import Settings
+from kvreturn.envoy import filters, names
+from kvreturn.envoy.clusters import bind_address
+from kvreturn.envoy.protos import (
+    Any,
+    accesslog_pb,
+    core_pb,
+    ext_proc_pb,
+    hcm_pb,
+    listener_pb,
+    matcher_pb,
+    route_pb,
+    stream_pb,
+)
+
+_FOREVER = timedelta(0)
+_METHODS_WITHOUT_BODY = "GET|HEAD|OPTIONS"
+# What and how it went: no header of the request but method and path, and of the path no query.
+_ACCESS_LOG = (
+    "%START_TIME(%H:%M:%S.%3f)% %DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT% %REQ(:METHOD)% %PATH(NQ)% %PROTOCOL% -> "
+    "%RESPONSE_CODE% %RESPONSE_FLAGS% node=%UPSTREAM_HOST% first=%RESPONSE_DURATION%ms all=%DURATION%ms "
+    "in=%BYTES_RECEIVED% out=%BYTES_SENT%\n"
+)
+# The node's own, or none.
+_SERVER_HEADER = hcm_pb.HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH
+_ESCAPED_SLASHES = hcm_pb.HttpConnectionManagerPathWithEscapedSlashesAction.UNESCAPE_AND_FORWARD
+
+
+def client_listener(settings: Settings) -> listener_pb.Listener:
+    """Where clients connect: everything but GET, HEAD and OPTIONS passes the router."""
+    hcm = hcm_pb.HttpConnectionManager(
+        stat_prefix="client",
+        route_config=route_pb.RouteConfiguration(name="client", virtual_hosts=[_client_routes(settings)]),
+        http_filters=[filters.ext_proc(settings), filters.node_guard(names.DECODE_NODE_KEY), filters.router()],
+        common_http_protocol_options=core_pb.HttpProtocolOptions(idle_timeout=timedelta(hours=1)),
+        server_header_transformation=_SERVER_HEADER,
+        stream_idle_timeout=timedelta(seconds=settings.envoy.stream_idle_timeout),
+        request_headers_timeout=timedelta(seconds=10),
+        access_log=[_access_log()],
+        use_remote_address=True,
+        early_header_mutation_extensions=[filters.strip_client_headers()],
+        upgrade_configs=[hcm_pb.HttpConnectionManagerUpgradeConfig(upgrade_type="websocket")],
+        # vLLM's server decodes a path before it looks for the endpoint. The router must see the same path, or a client
+        # could reach the endpoint past it.
+        normalize_path=True,
+        merge_slashes=True,
+        path_with_escaped_slashes_action=_ESCAPED_SLASHES,
+    )
+    # Inbound: draining closes this listener only, and running turns still reach their prefill nodes.
+    return _listener("client", settings.envoy.listen, hcm, core_pb.TrafficDirection.INBOUND)
+
+
+def prefill_listener(settings: Settings) -> listener_pb.Listener:
+    """The router's way to prefill nodes. No retries: the router does its own, without the handle."""
+    timeout = settings.prefill.timeout
+    route = route_pb.Route(
+        match=route_pb.RouteMatch(prefix="/"),
+        route=route_pb.RouteAction(cluster=names.PREFILL_CLUSTER, timeout=timedelta(seconds=timeout)),
+    )
+    upstream = core_pb.HeaderValueOption(
+        header=core_pb.HeaderValue(key=names.UPSTREAM_HEADER, value="%UPSTREAM_REMOTE_ADDRESS%"),
+        append_action=core_pb.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+    )
+    host = route_pb.VirtualHost(name="prefill", domains=["*"], routes=[route], response_headers_to_add=[upstream])
+    hcm = hcm_pb.HttpConnectionManager(
+        stat_prefix="prefill",
+        route_config=route_pb.RouteConfiguration(name="prefill", virtual_hosts=[host]),
+        http_filters=[filters.node_header(), filters.node_guard(names.PREFILL_NODE_KEY), filters.router()],
+        server_header_transformation=_SERVER_HEADER,
+        stream_idle_timeout=timedelta(seconds=timeout + 5),  # nothing is sent while the node computes
+        access_log=[_access_log()],
+        skip_xff_append=True,
+        generate_request_id=False,  # the router gives each leg an id of its own
+    )
+    listener = _listener("prefill", settings.envoy.prefill_listen, hcm, core_pb.TrafficDirection.OUTBOUND)
+    listener.ignore_global_conn_limit = True  # that limit is for clients
+    return listener
+
+
+def body_limit(settings: Settings) -> int:
+    """Bytes of a request body that Envoy buffers; the body that the router answers with counts too.
+
+    More than `limits.request_bytes`, so that it is the router that refuses a longer body, in the API's own error shape,
+    and so that there is room for the handle that the router adds.
+    """
+    return settings.limits.request_bytes + settings.limits.event_bytes
+
+
+def _client_routes(settings: Settings) -> route_pb.VirtualHost:
+    to_decode = route_pb.RouteAction(
+        cluster=names.DECODE_CLUSTER, timeout=_FOREVER
+    )  # a stream takes as long as it takes
+    methods = matcher_pb.StringMatcher(safe_regex=matcher_pb.RegexMatcher(regex=_METHODS_WITHOUT_BODY))
+    plain = route_pb.Route(
+        name="plain",
+        match=route_pb.RouteMatch(prefix="/", headers=[route_pb.HeaderMatcher(name=":method", string_match=methods)]),
+        route=to_decode,
+        typed_per_filter_config={names.EXT_PROC_FILTER: Any.pack(ext_proc_pb.ExtProcPerRoute(disabled=True))},
+    )
+    inference = route_pb.Route(name="inference", match=route_pb.RouteMatch(prefix="/"), route=to_decode)
+    # Here and not as the connection's limit: that one also holds for responses, and would let every slow reader make
+    # Envoy keep as much.
+    return route_pb.VirtualHost(
+        name="client", domains=["*"], routes=[plain, inference], request_body_buffer_limit=body_limit(settings)
+    )
+
+
+def _listener(
+    name: str, address: str, hcm: hcm_pb.HttpConnectionManager, direction: core_pb.TrafficDirection
+) -> listener_pb.Listener:
+    manager = listener_pb.Filter(name="envoy.filters.network.http_connection_manager", typed_config=Any.pack(hcm))
+    return listener_pb.Listener(
+        name=name,
+        address=bind_address(address),
+        filter_chains=[listener_pb.FilterChain(filters=[manager])],
+        traffic_direction=direction,
+    )
+
+
+def _access_log() -> accesslog_pb.AccessLog:
+    line = core_pb.SubstitutionFormatString(text_format_source=core_pb.DataSource(inline_string=_ACCESS_LOG))
+    return accesslog_pb.AccessLog(
+        name="envoy.access_loggers.stdout", typed_config=Any.pack(stream_pb.StdoutAccessLog(log_format=line))
+    )

@@ -1,0 +1,29 @@
+"""Names that the router and Envoy's configuration must agree on. Cheap to import: the server needs them too."""
+
+METADATA_NAMESPACE = "kvreturn"
+"""Dynamic metadata namespace; Envoy takes no other from the router."""
+
+DECODE_NODE_KEY = "decode_node"
+"""Key in the namespace by which the router names the decode node, `ip:port` as Envoy knows it."""
+
+PREFILL_NODE_KEY = "prefill_node"
+"""Key in the namespace by which the prefill listener names the prefill node."""
+
+NODE_HEADER = "x-kvreturn-node"
+"""Request header by which the router names the prefill node, `ip:port` as Envoy knows it."""
+
+UPSTREAM_HEADER = "x-kvreturn-upstream"
+"""Response header by which the prefill listener tells the router the `ip:port` of the node that answered."""
+
+HEADER_PREFIX = "x-kvreturn-"
+"""Prefix of our own headers; no client may send one."""
+
+UPSTREAM_ADDRESS = "upstream.address"
+"""Attribute that comes with the response headers: `ip:port` of the node that Envoy chose."""
+
+EXT_PROC_FILTER = "envoy.filters.http.ext_proc"
+"""The filter's name, and the key under which its attributes arrive."""
+
+DECODE_CLUSTER = "decode"
+PREFILL_CLUSTER = "prefill"
+ROUTER_CLUSTER = "kvreturn_router"

@@ -1,0 +1,73 @@
+"""Addresses on this machine: reachable how, and free or not."""
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+
+from kvreturn.core.address import split_address
+
+
+def is_ip(host: str) -> bool:
+    """Whether `host` is an IP address rather than a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches what listens on `host:port`."""
+    host, _ = split_address(address)
+    return host == "localhost" or (is_ip(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def reachable(listen: str) -> str:
+    """The address by which to reach a server on this machine that binds `listen` (`host:port` or `unix:/path`)."""
+    if listen.startswith("unix:"):
+        return listen
+    host, port = split_address(listen)
+    if not is_ip(host) or not ipaddress.ip_address(host).is_unspecified:
+        return listen
+    return f"[::1]:{port}" if ":" in host else f"127.0.0.1:{port}"
+
+
+def unavailable(listens: Mapping[str, str]) -> list[str]:
+    """Try to bind addresses.
+
+    Envoy and gRPC share a port with another process that allows it (SO_REUSEPORT), without a word, and connections go
+    to either. So it takes a look beforehand to find a second instance.
+
+    Args:
+        listens: `host:port` or `unix:/path` by the name of the setting that it comes from.
+
+    Returns:
+        A sentence for each that cannot be bound.
+    """
+    found = []
+    for setting, listen in listens.items():
+        reason = _socket_file_in_use(listen) if listen.startswith("unix:") else _cannot_bind(listen)
+        if reason:
+            found.append(f"{listen} ({setting}): {reason}; free it, or choose another one")
+    return found
+
+
+def _cannot_bind(listen: str) -> str | None:
+    host, port = split_address(listen)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that linger do not count
+            probe.bind(address)
+    except OSError as e:
+        return e.strerror or str(e)
+    return None
+
+
+def _socket_file_in_use(listen: str) -> str | None:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(listen.removeprefix("unix:"))
+        except OSError:
+            return None  # nobody listens; a file that was left behind is replaced
+    return "Address already in use"

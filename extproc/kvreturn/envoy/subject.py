@@ -1,0 +1,66 @@
+"""One ext_proc filter as the lint's rules see it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvreturn.envoy.reading import Chain, Doc, Modes, Route
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One ext_proc filter and what stands around it.
+
+    Attributes:
+        chain: where it is.
+        index: its place among the HTTP filters.
+        clusters: the document's static clusters.
+        everything: all chains of the document.
+        prefill_timeout: the router's, in seconds.
+        request_bytes: the router's limit.
+    """
+
+    chain: Chain
+    index: int
+    clusters: Mapping[str, Doc]
+    everything: Sequence[Chain]
+    prefill_timeout: float
+    request_bytes: int
+
+    @property
+    def where(self) -> str:
+        """Path of the filter."""
+        return f"{self.chain.where}.http_filters[{self.index}]"
+
+    @property
+    def entry(self) -> Doc:
+        """The filter's entry in the chain."""
+        return self.chain.filters[self.index]
+
+    @property
+    def config(self) -> Doc:
+        """The filter's configuration."""
+        config: Doc = self.entry.get("typed_config", {})
+        return config
+
+    @cached_property
+    def routes(self) -> list[Route]:
+        """The routes to clusters on which the filter is at work."""
+        return [r for r in self.chain.routes if r.action is not None and r.passes(self.entry)]
+
+    @cached_property
+    def overrides(self) -> list[tuple[str, Doc]]:
+        """What routes override, with the route's path."""
+        name = self.entry.get("name", "")
+        return [(r.where, r.filter_config(name).get("overrides", {})) for r in self.routes]
+
+    @cached_property
+    def modes(self) -> list[tuple[str, Modes]]:
+        """The filter's processing mode, and those of routes that have their own."""
+        own = [(where, o["processing_mode"]) for where, o in self.overrides if "processing_mode" in o]
+        return [(w, Modes.read(m)) for w, m in [(self.where, self.config.get("processing_mode", {})), *own]]
+
+    @cached_property
+    def guarded(self) -> set[str]:
+        """The clusters that may only be reached through the filter."""
+        return {c for r in self.routes for c in r.clusters}

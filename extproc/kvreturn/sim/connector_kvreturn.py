@@ -1,0 +1,213 @@
+"""kvreturn's connector plugin: D proves what it holds, P reads nothing that is not proven."""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+from kvreturn.core import wire
+from kvreturn.sim.connector import EngineDiedError, Farewell, LoadError, Services, StuckError
+from kvreturn.sim.connector_stock import StockConnector
+from kvreturn.sim.sequence import Sequence
+
+_USED_LIMIT = 65_536
+_NOTHING_TO_FREE = ("used", "node_gone")
+_REQUIRED = {
+    "remote_engine_id": str,
+    "remote_request_id": str,
+    "remote_host": str,
+    "remote_port": int,
+    "remote_num_tokens": int,
+    "remote_block_ids": list,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What P may do with a handle.
+
+    Attributes:
+        handle: D's object, or None for a cold request.
+        proven: tokens.
+        reason: why not even that will be read.
+    """
+
+    handle: Mapping[str, Any] | None = None
+    proven: int = 0
+    reason: str | None = None
+
+
+class KvreturnConnector(StockConnector):
+    """On top of the stock connector.
+
+    D: its handle carries a proof (wire.py); nothing is kept for requests that no P leg came before, nor where several
+    choices would share one handle.
+
+    P: takes D's handle sealed under the `kvreturn` member of a cold request, or in the stock form. Reads at most the
+    proven prefix; whatever goes wrong, it computes, and tells D to free its blocks. It reports in its reply.
+    """
+
+    _patience = 0.0
+
+    def __init__(self, engine: Services) -> None:
+        super().__init__(engine)
+        self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def arrived(self, seq: Sequence) -> None:
+        """See `StockConnector.arrived`."""
+        super().arrived(seq)
+        params = seq.job.params
+        if params and seq.from_peer and not self._acceptable(params):
+            seq.from_peer = params["do_remote_prefill"] = False
+
+    async def load(self, seq: Sequence) -> int:
+        """See `StockConnector.load`; raises nothing."""
+        params = seq.job.params
+        if not params or not params.get("do_remote_decode"):
+            try:
+                return await super().load(seq)
+            except (LoadError, StuckError, EngineDiedError):
+                return 0
+        plan = self._prove(seq, params)
+        read, reason = 0, plan.reason
+        wanted = plan.proven - seq.local
+        if plan.handle is not None and reason is None:
+            if wanted <= 0:
+                reason = "local_hit"
+            elif wanted < self._config.recompute_threshold:
+                reason = "below_threshold"
+            else:
+                try:
+                    await self._read_proven(plan.handle, seq, plan.proven)
+                    read = wanted
+                    reason = "local_hit" if seq.local else None
+                except LoadError as error:
+                    reason = error.reason
+        if plan.handle is not None and not read and reason not in _NOTHING_TO_FREE:
+            self._engine.spawn(self._notify(plan.handle))
+        seq.report = wire.Report(plan.proven, read, seq.local, reason)
+        return read
+
+    def finished(self, seq: Sequence, *, normally: bool) -> Farewell:
+        """See `StockConnector.finished`."""
+        params = seq.job.params
+        if not params or not (params.get("do_remote_decode") or seq.from_peer):
+            return Farewell()
+        try:
+            farewell = super().finished(seq, normally=normally)
+        except EngineDiedError:
+            return Farewell()
+        if farewell.params is None:
+            return farewell
+        if farewell.keep == "lease":
+            farewell.params[wire.MEMBER] = wire.dump_report(seq.report or wire.Report(0, 0, seq.local))
+        elif seq.job.choices > 1:
+            return Farewell()
+        else:
+            self._attach_proof(seq, farewell.params)
+        return farewell
+
+    def rejected(self, params: Mapping[str, Any]) -> None:
+        """See `StockConnector.rejected`; raises nothing."""
+        if params.get("do_remote_prefill") and self._acceptable(params):
+            self._engine.spawn(self._notify(params))
+
+    # --- D ---
+
+    def _attach_proof(self, seq: Sequence, handle: dict[str, Any]) -> None:
+        config, seed, held = self._config, self._seed(seq), handle["remote_num_tokens"]
+        proof = wire.Proof(
+            block_size=config.block_size,
+            scope=wire.scope_tag(seed),
+            digests=wire.block_digests(seq.tokens[:held], config.block_size, seed, self._extra(seq)),
+            generated=tuple(seq.generated),
+            ttl=config.decoder_ttl,
+        )
+        handle[wire.MEMBER] = wire.dump_proof(proof)
+        if config.secret:
+            handle[wire.MEMBER] = wire.dump_proof(replace(proof, mac=wire.sign(config.secret, handle)))
+
+    def _seed(self, seq: Sequence) -> bytes:
+        return wire.chain_seed(self._config.secret, lora=seq.job.adapter, cache_salt=seq.job.salt)
+
+    def _extra(self, seq: Sequence) -> dict[int, bytes]:
+        """What blocks depend on besides tokens: the images in them."""
+        joined: dict[int, bytes] = {}
+        for position, digest in sorted(seq.job.prompt.images.items()):
+            block = position // self._config.block_size
+            joined[block] = joined.get(block, b"") + position.to_bytes(4, "little") + digest
+        return {block: sha256(text).digest() for block, text in joined.items()}
+
+    # --- P ---
+
+    def _prove(self, seq: Sequence, params: Mapping[str, Any]) -> _Plan:
+        """Check everything about a handle that can be checked without its peer."""
+        sealed = params.get(wire.MEMBER)
+        handle: object = params if params.get("remote_block_ids") else None
+        if isinstance(sealed, Mapping) and "handle" in sealed:
+            if sealed.get("v") != wire.VERSION:
+                return _Plan(reason="version")
+            handle = sealed["handle"]
+        if handle is None:
+            return _Plan()
+        if not isinstance(handle, Mapping) or not _well_formed(handle):
+            return _Plan(reason="malformed")
+        if not self._acceptable(handle):
+            return _Plan(reason="peer")
+        try:
+            proof = wire.load_proof(handle.get(wire.MEMBER))
+            wire.check_mac(self._config.secret, handle, proof)
+        except wire.WireError as error:
+            # What is not provably D's own word is no reason to talk to anybody.
+            return _Plan(reason=error.reason)
+        proven, reason = self._compare(seq, handle, proof)
+        return _Plan(handle, proven, reason or self._use_up(handle))
+
+    def _compare(self, seq: Sequence, handle: Mapping[str, Any], proof: wire.Proof) -> tuple[int, str | None]:
+        """How many tokens are proven, and why not any."""
+        if len(handle["remote_block_ids"]) != 1:
+            return 0, "groups"  # hybrid models: a digest says nothing about the other groups' blocks
+        if proof.block_size != self._config.block_size:
+            return 0, "block_size"
+        if len(handle["remote_block_ids"][0]) != proof.blocks:
+            return 0, "malformed"
+        held, tokens = handle["remote_num_tokens"], seq.job.prompt.tokens
+        try:
+            proven = wire.proven_tokens(proof, held, tokens, self._seed(seq), self._extra(seq))
+        except wire.WireError as error:
+            return 0, error.reason
+        return proven, None if proven else "not_a_continuation"
+
+    def _use_up(self, handle: Mapping[str, Any]) -> str | None:
+        """A handle works once, whatever comes of it."""
+        key = (handle["remote_engine_id"], handle["remote_request_id"])
+        if key in self._used:
+            return "used"
+        self._used[key] = None
+        if len(self._used) > _USED_LIMIT:
+            self._used.popitem(last=False)
+        return None if self._config.bidirectional else "read_failed"
+
+    def _acceptable(self, handle: Mapping[str, Any]) -> bool:
+        """Whether a handle is whole and names a peer that may be contacted."""
+        allowed = self._config.allowed_peers
+        return _well_formed(handle) and (allowed is None or handle["remote_host"] in allowed)
+
+    async def _read_proven(self, handle: Mapping[str, Any], seq: Sequence, proven: int) -> None:
+        peer = await self._peer(handle)
+        self._check_expiry(handle, peer)
+        size = self._config.block_size
+        first, end = seq.local // size, -(-proven // size)
+        theirs, own = handle["remote_block_ids"][0][first:end], seq.blocks[first:end]
+        await self._transfer(peer, handle["remote_request_id"], theirs, own, proven - seq.local, held_only=True)
+
+
+def _well_formed(handle: Mapping[str, Any]) -> bool:
+    if any(type(handle.get(key)) is not kind for key, kind in _REQUIRED.items()):
+        return False
+    groups = handle["remote_block_ids"]
+    return len(groups) > 0 and all(
+        isinstance(group, list) and len(group) > 0 and all(type(block) is int and block > 0 for block in group)
+        for group in groups
+    )

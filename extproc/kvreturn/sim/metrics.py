@@ -1,0 +1,52 @@
+"""`GET /metrics`: the names and labels of vLLM 0.32.0, for what a simulated node knows."""
+
+from kvreturn.sim.config import NodeConfig
+from kvreturn.sim.stats import NodeStats
+
+
+def exposition(config: NodeConfig, stats: NodeStats) -> str:
+    """Prometheus text format."""
+    labels = f'engine="0",model_name="{config.model}"'
+    lines: list[str] = []
+
+    def family(name: str, kind: str, *samples: tuple[str, str, float]) -> None:
+        lines.append(f"# TYPE vllm:{name} {kind}")
+        lines.extend(f"vllm:{name}{suffix}{{{labels}{more}}} {float(value)}" for suffix, more, value in samples)
+
+    def counter(name: str, value: float) -> None:
+        family(name, "counter", ("_total", "", value))
+
+    def summed(name: str, value: float) -> None:
+        buckets = ("_bucket", ',le="+Inf"', stats.transfers)
+        family(name, "histogram", buckets, ("_count", "", stats.transfers), ("_sum", "", value))
+
+    used = stats.blocks_used / (stats.blocks_used + stats.blocks_free)
+    family("kv_cache_usage_perc", "gauge", ("", "", used))
+    family("num_requests_running", "gauge", ("", "", stats.running))
+    family("num_requests_waiting", "gauge", ("", "", stats.waiting))
+    counter("prefix_cache_queries", stats.prompt_tokens if config.prefix_caching else 0)
+    counter("prefix_cache_hits", stats.local_tokens)
+    connected = config.role != "single"
+    counter("external_prefix_cache_queries", stats.prompt_tokens - stats.local_tokens if connected else 0)
+    counter("external_prefix_cache_hits", stats.read_tokens)
+    counter("prompt_tokens", stats.prompt_tokens)
+    sources = {
+        "local_compute": stats.computed_tokens,
+        "local_cache_hit": stats.local_tokens,
+        "external_kv_transfer": stats.read_tokens,
+    }
+    family(
+        "prompt_tokens_by_source",
+        "counter",
+        *(("_total", f',source="{source}"', value) for source, value in sources.items()),
+    )
+    counter("prompt_tokens_cached", stats.local_tokens + stats.read_tokens)
+    counter("generation_tokens", stats.generated_tokens)
+    if connected:
+        summed("nixl_xfer_time_seconds", stats.transfer_seconds)
+        summed("nixl_bytes_transferred", stats.transferred_bytes)
+        counter("nixl_num_failed_transfers", stats.failed_transfers)
+        counter("nixl_num_failed_notifications", stats.failed_notifications)
+        counter("nixl_num_kv_expired_reqs", stats.expired_reads + stats.expired_holds)
+        counter("nixl_num_notifications_after_expiry", stats.late_notifications)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,269 @@
+"""The bootstrap as typed messages, and as text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvreturn.config import ConfigError, Settings, load_settings
+from kvreturn.envoy import bootstrap, protos
+from kvreturn.envoy.protos import (
+    cluster_pb,
+    core_pb,
+    ext_proc_pb,
+    hcm_pb,
+    http_pb,
+    listener_pb,
+    override_host_pb,
+    route_pb,
+)
+
+ROOT = Path(__file__).parents[3]
+POOLS = {"prefill": ["10.0.0.1:8000", "10.0.0.2:8000"], "decode": ["10.0.0.3:8000", "10.0.0.4:8000"]}
+Json = dict[str, Any]
+
+
+def settings(**members: object) -> Settings:
+    return Settings.model_validate({"pools": POOLS, **members})
+
+
+def listener(name: str, made_of: Settings) -> listener_pb.Listener:
+    resources = bootstrap.build(made_of).static_resources
+    assert resources
+    return next(x for x in resources.listeners if x.name == name)
+
+
+def manager(name: str, made_of: Settings) -> hcm_pb.HttpConnectionManager:
+    config = listener(name, made_of).filter_chains[0].filters[0].typed_config
+    assert config
+    message = config.unpack()
+    assert isinstance(message, hcm_pb.HttpConnectionManager)
+    return message
+
+
+def ext_proc(made_of: Settings) -> ext_proc_pb.ExternalProcessor:
+    config = manager("client", made_of).http_filters[0].typed_config
+    assert config
+    message = config.unpack()
+    assert isinstance(message, ext_proc_pb.ExternalProcessor)
+    return message
+
+
+def cluster(name: str, made_of: Settings) -> cluster_pb.Cluster:
+    resources = bootstrap.build(made_of).static_resources
+    assert resources
+    return next(x for x in resources.clusters if x.name == name)
+
+
+def hosts(made_of: cluster_pb.Cluster) -> list[str]:
+    assert made_of.load_assignment
+    found = []
+    for endpoint in made_of.load_assignment.endpoints[0].lb_endpoints:
+        assert endpoint.endpoint
+        address = endpoint.endpoint.address
+        assert address
+        socket = address.socket_address
+        found.append(f"{socket.address} {socket.port_value}" if socket else str(address.pipe and address.pipe.path))
+    return found
+
+
+def routes(made_of: hcm_pb.HttpConnectionManager) -> list[route_pb.Route]:
+    assert made_of.route_config
+    return made_of.route_config.virtual_hosts[0].routes
+
+
+class TestExtProc:
+    @pytest.mark.parametrize(
+        ("request_mode", "response_mode", "request_trailers", "override"),
+        [
+            ("BUFFERED", "STREAMED", "SKIP", True),
+            ("FULL_DUPLEX_STREAMED", "STREAMED", "SEND", False),
+            ("BUFFERED", "FULL_DUPLEX_STREAMED", "SKIP", False),
+            ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED", "SEND", False),
+        ],
+    )
+    def test_modes(self, request_mode: str, response_mode: str, request_trailers: str, *, override: bool) -> None:
+        made = ext_proc(settings(envoy={"request_body_mode": request_mode, "response_body_mode": response_mode}))
+        assert made.processing_mode
+        assert made.processing_mode.request_body_mode == ext_proc_pb.ProcessingModeBodySendMode[request_mode]
+        assert made.processing_mode.response_body_mode == ext_proc_pb.ProcessingModeBodySendMode[response_mode]
+        assert made.processing_mode.request_trailer_mode == ext_proc_pb.ProcessingModeHeaderSendMode[request_trailers]
+        assert made.processing_mode.response_trailer_mode == ext_proc_pb.ProcessingModeHeaderSendMode.SEND
+        assert made.allow_mode_override is override
+
+    def test_waits_longer_than_the_prefill_leg(self) -> None:
+        made = ext_proc(settings(prefill={"timeout": 7.5}))
+        assert made.message_timeout
+        assert made.message_timeout.total_seconds() == 12.5
+
+    def test_fails_closed_and_takes_only_our_metadata(self) -> None:
+        made = ext_proc(settings())
+        assert not made.failure_mode_allow
+        assert made.metadata_options
+        assert made.metadata_options.receiving_namespaces
+        assert made.metadata_options.receiving_namespaces.untyped == ["kvreturn"]
+        assert made.metadata_options.forwarding_namespaces is None
+        assert made.mutation_rules is None
+        assert made.response_attributes == ["upstream.address"]
+
+
+class TestListeners:
+    def test_only_methods_without_a_body_go_past_the_router(self) -> None:
+        plain, inference = routes(manager("client", settings()))
+        assert plain.match
+        assert plain.match.headers[0].name == ":method"
+        assert plain.match.headers[0].string_match
+        assert plain.match.headers[0].string_match.safe_regex
+        assert plain.match.headers[0].string_match.safe_regex.regex == "GET|HEAD|OPTIONS"
+        override = plain.typed_per_filter_config["envoy.filters.http.ext_proc"].unpack()
+        assert isinstance(override, ext_proc_pb.ExtProcPerRoute)
+        assert override.disabled
+        assert not inference.typed_per_filter_config
+
+    def test_streams_have_no_deadline_and_no_retries(self) -> None:
+        for route in routes(manager("client", settings())):
+            assert route.route
+            assert route.route.timeout is not None
+            assert route.route.timeout.total_seconds() == 0
+            assert route.route.retry_policy is None
+
+    def test_the_body_limit_leaves_room_for_the_handle(self) -> None:
+        table = manager("client", settings(limits={"request_bytes": 1000, "event_bytes": 200})).route_config
+        assert table
+        assert table.virtual_hosts[0].request_body_buffer_limit == 1200
+
+    def test_the_prefill_leg_ends_with_its_timeout(self) -> None:
+        made = manager("prefill", settings(prefill={"timeout": 20}))
+        (route,) = routes(made)
+        assert route.route
+        assert route.route.timeout
+        assert route.route.timeout.total_seconds() == 20
+        assert made.stream_idle_timeout
+        assert made.stream_idle_timeout.total_seconds() > 20
+
+    def test_localhost_becomes_an_address(self) -> None:
+        address = listener("client", settings(envoy={"listen": "localhost:8000"})).address
+        assert address
+        assert address.socket_address == core_pb.SocketAddress(address="127.0.0.1", port_value=8000)
+
+
+class TestClusters:
+    def test_addresses_are_static_and_names_are_looked_up(self) -> None:
+        assert cluster("decode", settings()).type == cluster_pb.ClusterDiscoveryType.STATIC
+        mixed = settings(pools={**POOLS, "decode": ["10.0.0.3:8000", "vllm-1.pods:8000", "[fd00::7]:8000"]})
+        made = cluster("decode", mixed)
+        assert made.type == cluster_pb.ClusterDiscoveryType.STRICT_DNS
+        assert hosts(made) == ["10.0.0.3 8000", "vllm-1.pods 8000", "fd00::7 8000"]
+        assert cluster("prefill", mixed).type == cluster_pb.ClusterDiscoveryType.STATIC
+
+    @pytest.mark.parametrize(("name", "key"), [("decode", "decode_node"), ("prefill", "prefill_node")])
+    def test_the_router_may_name_a_node_of(self, name: str, key: str) -> None:
+        policy = cluster(name, settings()).load_balancing_policy
+        assert policy
+        extension = policy.policies[0].typed_extension_config
+        assert extension
+        assert extension.typed_config
+        config = extension.typed_config.unpack()
+        assert isinstance(config, override_host_pb.OverrideHost)
+        (source,) = config.override_host_sources
+        assert source.metadata
+        assert (source.metadata.key, [p.key for p in source.metadata.path]) == ("kvreturn", [key])
+        assert config.fallback_policy
+        fallback = config.fallback_policy.policies[0].typed_extension_config
+        assert fallback
+        assert fallback.name == "envoy.load_balancing_policies.least_request"
+
+    def test_envoy_lets_go_of_idle_connections_before_vllm_does(self) -> None:
+        options = cluster("decode", settings()).typed_extension_protocol_options
+        (packed,) = options.values()
+        config = packed.unpack()
+        assert isinstance(config, http_pb.HttpProtocolOptions)
+        assert config.common_http_protocol_options
+        assert config.common_http_protocol_options.idle_timeout
+        assert config.common_http_protocol_options.idle_timeout.total_seconds() < 5
+
+    def test_health_is_asked_where_the_settings_say(self) -> None:
+        (check,) = cluster("prefill", settings(envoy={"health_check_path": "/ping"})).health_checks
+        assert check.http_health_check
+        assert check.http_health_check.path == "/ping"
+
+    @pytest.mark.parametrize(
+        ("listen", "reached"),
+        [
+            ("127.0.0.1:9090", "127.0.0.1 9090"),
+            ("0.0.0.0:9090", "127.0.0.1 9090"),
+            ("[::]:9090", "::1 9090"),
+            ("10.0.0.9:9090", "10.0.0.9 9090"),
+            ("unix:/run/kvreturn.sock", "/run/kvreturn.sock"),
+        ],
+    )
+    def test_the_router_is_reached_where_it_listens(self, listen: str, reached: str) -> None:
+        made = cluster("kvreturn_router", settings(listen=listen))
+        assert hosts(made) == [reached]
+        # TCP keepalive cannot be set on a Unix socket: Envoy would fail to connect.
+        assert (made.upstream_connection_options is None) == listen.startswith("unix:")
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("members", "names"),
+        [
+            ({"prefill": {"timeout": 3596}, "envoy": {"stream_idle_timeout": 9999}}, "prefill.timeout"),
+            ({"prefill": {"timeout": 300}}, "envoy.stream_idle_timeout"),
+            ({"envoy": {"listen": "gateway.example:8000"}}, "gateway.example:8000"),
+        ],
+    )
+    def test_name_the_setting(self, members: Json, names: str) -> None:
+        with pytest.raises(ConfigError, match=names):
+            bootstrap.build(settings(**members))
+
+
+class TestWarnings:
+    @pytest.mark.parametrize(
+        ("members", "said"),
+        [
+            ({}, []),
+            ({"envoy": {"listen": "localhost:8000"}, "listen": "unix:/run/x"}, []),
+            ({"envoy": {"listen": "0.0.0.0:8000"}}, ["clients connect to 0.0.0.0:8000 without TLS"]),
+            ({"envoy": {"prefill_listen": "10.0.0.9:8001"}}, ["the prefill listener 10.0.0.9:8001"]),
+            ({"envoy": {"admin": "[::]:9901"}}, ["Envoy's admin port [::]:9901"]),
+            ({"listen": "0.0.0.0:9090"}, ["the router listens on 0.0.0.0:9090"]),
+            ({"pools": {**POOLS, "decode": ["a:1", "b:1"]}}, ["pools.decode has host names (a:1, b:1)"]),
+            ({"pools": {**POOLS, "decode": ["a:1"]}}, []),
+        ],
+    )
+    def test_say_what_is_exposed_or_imprecise(self, members: Json, said: list[str]) -> None:
+        found = bootstrap.warnings(settings(**members))
+        assert len(found) == len(said)
+        assert all(text.startswith(start) for text, start in zip(found, said, strict=True))
+
+
+class TestText:
+    def test_tells_what_it_is_and_what_to_worry_about(self) -> None:
+        text = bootstrap.render(settings(envoy={"admin": "0.0.0.0:9901"}))
+        comments = [line for line in text.splitlines() if line.startswith("#")]
+        assert text.startswith("\n".join(comments) + "\nstatic_resources:\n  listeners:\n")
+        assert "`kvreturn envoy-config`" in comments[0]
+        assert "envoy -c FILE" in comments[1]
+        assert comments[2].startswith("# WARNING: Envoy's admin port 0.0.0.0:9901")
+
+    def test_is_the_same_document(self) -> None:
+        made_of = settings()
+        assert yaml.safe_load(bootstrap.render(made_of)) == bootstrap.to_dict(bootstrap.build(made_of))
+
+    def test_holds_no_secret(self) -> None:
+        assert "hunter2" not in bootstrap.render(settings(secret="hunter2"))
+
+    @pytest.mark.parametrize(
+        ("config", "shipped"), [("kvreturn.yaml", "gateway.yaml"), ("full-duplex.yaml", "gateway-full-duplex.yaml")]
+    )
+    def test_shipped_file_is_current(self, config: str, shipped: str) -> None:
+        expected = bootstrap.render(load_settings(ROOT / "examples" / config, {}))
+        hint = f"run: kvreturn envoy-config --config examples/{config} -o envoy/{shipped}"
+        assert (ROOT / "envoy" / shipped).read_text() == expected, hint
+
+
+def test_the_protos_come_without_pydantics_warnings() -> None:
+    # Under pytest's "error" filter the import at the head of this file would have failed.
+    assert sorted(protos.__all__) == sorted(n for n in vars(protos) if n.endswith("_pb") or n == "Any")
