@@ -29,7 +29,7 @@ def _listen(value: str) -> str:
 
 Address = Annotated[str, AfterValidator(_address), Field(examples=["10.0.0.7:8000", "[fd00::7]:8000"])]
 Listen = Annotated[str, AfterValidator(_listen)]
-Positive = Annotated[float, Field(gt=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
 Proof = Literal["connector", "router", "trusted", "off"]
 
@@ -223,10 +223,11 @@ def _explain(err: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails, whose 
 
 def _known(loc: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = Settings
+    if loc[:1] == ("models",):  # its keys are free
+        return list(Model.model_fields)
     for step in loc:
-        field = model.model_fields.get(str(step))
-        if field is None:
-            return list(Model.model_fields)  # below `models`, whose keys are free
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            model = field.annotation
+        annotation = model.model_fields[str(step)].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)  # nothing else forbids members
+        model = annotation
     return list(model.model_fields)

@@ -1,6 +1,9 @@
 """`host:port` addresses, IPv6 included."""
 
 import ipaddress
+import re
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -12,23 +15,36 @@ def split_address(address: str) -> tuple[str, int]:
     Raises:
         ValueError: no host, no port, or a port out of 1..65535.
     """
-    host, colon, port = address.rpartition(":")
+    host, _, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
         ipaddress.IPv6Address(host)
     elif ":" in host:
         raise ValueError(f"{address!r}: write an IPv6 address as [address]:port")
-    if not (colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):  # noqa: PLR2004
+    elif not _NAME.fullmatch(host):
+        raise ValueError(f"{address!r} is no host:port")
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):  # noqa: PLR2004
         raise ValueError(f"{address!r} is no host:port")
     return host, int(port)
 
 
 def is_local(host: str) -> bool:
     """Whether `host` names no machine to anybody else: loopback, unspecified, or empty."""
-    if host in {"", "localhost"}:
+    if host.lower() in {"", "localhost"}:
         return True
     try:
         ip = ipaddress.ip_address(host)
     except ValueError:
         return False
+    if isinstance(ip, ipaddress.IPv6Address):
+        ip = ip.ipv4_mapped or ip
     return ip.is_loopback or ip.is_unspecified
+
+
+def is_ip(host: str) -> bool:
+    """Whether `host` is an IP address rather than a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

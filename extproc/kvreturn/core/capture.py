@@ -34,7 +34,7 @@ class Capture(Protocol):
         """Take bytes of the response, return what goes on."""
 
     def flush(self) -> bytes:
-        """End of the response. Returns the rest."""
+        """End of the response. Returns the rest; the answer is then up to date."""
 
     def collect(self) -> None:
         """Bring the answer up to what has passed."""
@@ -71,6 +71,7 @@ class StreamCapture:
         self._decoder = SSEDecoder()
         self._unread: list[bytes] = []
         self._unread_bytes = 0
+        self._dropped = False  # the last event was; a rest of its blank line may follow
         self._stripper: MemberStripper | None = None  # while an event over the limit passes, or after a failure
         self._last = b""  # the last bytes that went through the stripper
 
@@ -82,53 +83,71 @@ class StreamCapture:
         if self._decoder.pending > self._limit:
             self.oversize = True
             self._stripper = MemberStripper(HIDDEN, lines=True)
-            out += self._strip(self._decoder.flush())
+            out += self._strip(b"")
         return out
 
     def flush(self) -> bytes:
         """See `Capture.flush`."""
-        return self._stripper.flush() if self._stripper else self._events(self._decoder.flush())
+        out = self._strip(b"") if self._stripper else self._events(self._decoder.flush())
+        if self._stripper:
+            out += self._stripper.flush()
+        self.collect()
+        return out
 
     def collect(self) -> None:
         """See `Capture.collect`."""
-        for text in self._unread:
-            for event in split_events(text):
-                if event.data is not None:
-                    _read(self._answer, event.data, stream=True)
-        self._unread.clear()
-        self._unread_bytes = 0
+        unread, self._unread, self._unread_bytes = self._unread, [], 0
+        try:
+            for text in unread:
+                for event in split_events(text):
+                    if event.data is not None:
+                        _read(self._answer, event.data, stream=True)
+        except Exception as e:  # noqa: BLE001 - as in `_events`
+            self._fail(e)
 
     def _events(self, text: bytes) -> bytes:
         if not text:
             return text
+        self._unread.append(text)
+        self._unread_bytes += len(text)
+        if self._unread_bytes > _FOLD:
+            self.collect()
         try:
-            self._unread.append(text)
-            self._unread_bytes += len(text)
-            if self._unread_bytes > _FOLD:
-                self.collect()
-            if not any(needle in text for needle in _NEEDLES):
-                return text
-            return b"".join([self._event(event) for event in split_events(text)])
+            if not self.failed:
+                return self._rewritten(text)
         except Exception as e:  # noqa: BLE001 - whatever it is, the client's stream goes on, without the handle
-            self.failed = e
-            self._stripper = MemberStripper(HIDDEN, lines=True)
-            return self._stripper.decode(text)
+            self._fail(e)
+        return self._strip(text + self._decoder.flush())
+
+    def _rewritten(self, text: bytes) -> bytes:
+        if not self._dropped and not any(needle in text for needle in _NEEDLES):
+            return text
+        return b"".join([self._event(event) for event in split_events(text)])
 
     def _event(self, event: Event) -> bytes:
+        dropped, self._dropped = self._dropped, False
         if event.data is None or not any(needle in event.data for needle in _NEEDLES):
-            return event.raw
+            # Clients take a blank line too many for an empty event (field report 38).
+            return b"" if dropped and not event.raw.strip(b"\r\n") else event.raw
         try:
             stripped, handle = strip_body(event.data)
         except JSONTextError:
-            return MemberStripper(HIDDEN, lines=True).decode(event.raw)
+            return _strip_text(event.raw, lines=True)
         self.handle = handle or self.handle
         if stripped == event.data:
             return event.raw
         # An event that only brought the handle would never have been sent without it, and clients read choices[0].
-        return b"" if _says_nothing(stripped) else event.with_data(stripped)
+        self._dropped = _says_nothing(stripped)
+        return b"" if self._dropped else event.with_data(stripped)
+
+    def _fail(self, error: Exception) -> None:
+        self.failed, self.handle = error, None
+        self._unread.clear()
+        self._stripper = self._stripper or MemberStripper(HIDDEN, lines=True)
 
     def _strip(self, data: bytes) -> bytes:
         assert self._stripper
+        data = self._decoder.flush() + data  # what was held back when it began
         if self.failed:
             return self._stripper.decode(data)
         end = event_end(self._last, data)
@@ -156,6 +175,8 @@ class BodyCapture:
         self._limit = limit
         self._body: bytearray | None = bytearray()
         self._begun = False
+        self._open = 0  # braces, those in strings counted too
+        self._retry_at = 0  # length of the body at which it is tried again, whatever the braces say
         self._stripper: MemberStripper | None = None
 
     def decode(self, data: bytes) -> bytes:
@@ -175,14 +196,17 @@ class BodyCapture:
             self._stripper = MemberStripper(HIDDEN)
             return self._stripper.decode(self._release())
         # Trailers may end a response, and then it is too late for bytes: a body goes on as soon as it is whole.
-        return self._whole() if data.rstrip().endswith(b"}") else b""
+        self._open += data.count(b"{") - data.count(b"}")
+        if data.rstrip().endswith(b"}") and (self._open == 0 or len(self._body) >= self._retry_at):
+            return self._whole() or b""
+        return b""
 
     def flush(self) -> bytes:
         """See `Capture.flush`."""
         if self._stripper:
             return self._stripper.flush()
-        rest = self._release()
-        return MemberStripper(HIDDEN).decode(rest) if rest else rest
+        whole = self._whole() if self._body else b""
+        return _strip_text(self._release()) if whole is None else whole
 
     def collect(self) -> None:
         """See `Capture.collect`. Nothing to do: the body is read when it is whole."""
@@ -192,17 +216,18 @@ class BodyCapture:
         self._body = None
         return body
 
-    def _whole(self) -> bytes:
+    def _whole(self) -> bytes | None:
         body = bytes(self._body or b"")
         try:
             stripped, self.handle = strip_body(body)
             _read(self._answer, body, stream=False)
         except JSONTextError:
-            return b""  # not yet
+            self._retry_at = 2 * len(body)
+            return None  # not yet
         except Exception as e:  # noqa: BLE001 - whatever it is, the client's answer goes on, without the handle
             self.failed = e
             self.handle = None
-            stripped = MemberStripper(HIDDEN).decode(body)
+            stripped = _strip_text(body)
         self._body = None
         return stripped
 
@@ -224,6 +249,12 @@ def strip_body(text: bytes) -> tuple[bytes, bytes | None]:
         put[_NESTED], inner = strip_body(nested)
         handle = handle or inner
     return body.edit(drop=HIDDEN, put=put), handle
+
+
+def _strip_text(text: bytes, *, lines: bool = False) -> bytes:
+    """The same for text that may be no JSON, or not all of it."""
+    stripper = MemberStripper(HIDDEN, lines=lines)
+    return stripper.decode(text) + stripper.flush()
 
 
 def _as_object(raw: bytes | None) -> bytes | None:

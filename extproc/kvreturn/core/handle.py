@@ -96,14 +96,17 @@ def clipped(handle: Handle, tokens: int) -> bytes:
     The `kvreturn` member stays at home: its digests would be for another count.
 
     Raises:
-        HandleError: several KV cache groups, or no block size to clip by.
+        HandleError: several KV cache groups, or no block size to clip by, or another number of blocks than digests: P's
+            worker counts blocks from the end of the list, so it would read in the wrong place.
     """
     if handle.proof is None or handle.groups != 1:
         raise HandleError("clipping needs a block size and exactly one KV cache group")
-    if tokens >= handle.tokens:
-        return ObjectText(direct(handle)).without([wire.MEMBER])
     text = ObjectText(direct(handle))
     blocks: list[list[int]] = text.load("remote_block_ids")
+    if len(blocks[0]) != handle.proof.blocks:
+        raise HandleError(f"{len(blocks[0])} blocks for {handle.proof.blocks} digests")
+    if tokens >= handle.tokens:
+        return text.without([wire.MEMBER])
     keep = [blocks[0][: -(-tokens // handle.proof.block_size)]]
     return text.edit(
         drop=[wire.MEMBER],

@@ -15,7 +15,7 @@ import msgspec
 _values = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STDLIB = json.JSONDecoder()
 _OPEN = re.compile(rb"[ \t\n\r]*\{[ \t\n\r]*(\})?")
-_NAME = re.compile(rb'[ \t\n\r]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\n\r]*:[ \t\n\r]*', re.DOTALL)
+_NAME = re.compile(rb'[ \t\n\r]*("[^"\\\x00-\x1f]*(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*)*")[ \t\n\r]*:[ \t\n\r]*')
 _NEXT = re.compile(rb"[ \t\n\r]*([,}])")
 _END = re.compile(rb"[ \t\n\r]*")
 
@@ -141,10 +141,12 @@ def drop_nested(raw: bytes, names: Collection[str]) -> bytes:
         JSONTextError: nested too deeply, or no JSON.
     """
     value = loads(raw)
-    clean, changed = _prune(value, names)
-    return (
-        json.dumps(clean, ensure_ascii=False, separators=(",", ":")).encode(errors="surrogatepass") if changed else raw
-    )
+    try:
+        clean, changed = _prune(value, names)
+        # In ASCII: lone surrogates, which clients do send, have no form in UTF-8.
+        return json.dumps(clean, separators=(",", ":")).encode() if changed else raw
+    except RecursionError as e:
+        raise JSONTextError(_short(e)) from None
 
 
 def _prune(value: Any, names: Collection[str]) -> tuple[Any, bool]:  # noqa: ANN401 - JSON

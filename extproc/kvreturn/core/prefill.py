@@ -7,7 +7,7 @@ from kvreturn.core import wire
 from kvreturn.core.address import is_local, split_address
 from kvreturn.core.api.base import Usage
 from kvreturn.core.handle import PARAMS
-from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
+from kvreturn.core.jsontext import JSONTextError, ObjectText
 from kvreturn.core.ports import Failure, Refuse, Reply
 
 _CLIENT_ERRORS = range(400, 500)
@@ -59,11 +59,11 @@ def read_prefill(reply: Reply) -> PrefillAnswer | PrefillError:
         return PrefillError(reply.node, str(reply.status))
     try:
         body = ObjectText(reply.body)
-        params, usage = body.get(PARAMS), Usage()
+        params, obj, usage = body.get(PARAMS), body.load(PARAMS), Usage()
         usage.read(body.load("usage"))
-        if params is None or params == b"null":
+        if params is None or obj in (None, {}):
             return PrefillError(reply.node, "no_kv_transfer_params")
-        text, obj = ObjectText(params), loads(params)
+        text = ObjectText(params)
     except JSONTextError:
         return PrefillError(reply.node, "malformed")
     host = obj.get("remote_host")

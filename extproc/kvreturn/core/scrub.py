@@ -29,11 +29,9 @@ def scrub_body(body: ObjectText) -> ObjectText:
     Raises:
         JSONTextError: a member that might hold them cannot be read.
     """
-    nested = [n for n in _CONTAINERS if n in body and any(hint in (body.get(n) or b"") for hint in _HINTS)]
-    text = body.text
-    if nested:
-        text = body.map_values(nested, lambda raw: drop_nested(raw, HIDDEN))
-        body = ObjectText(text)
+    values = [body.text[m.value : m.end] for m in body.members if m.name in _CONTAINERS]
+    if any(hint in value for value in values for hint in _HINTS):
+        body = ObjectText(body.map_values(_CONTAINERS, lambda raw: drop_nested(raw, HIDDEN)))
     return ObjectText(body.without(HIDDEN)) if any(name in body for name in HIDDEN) else body
 
 
@@ -44,4 +42,5 @@ def foreign_headers(names: Iterable[str]) -> list[str]:
 
 def may_hold_params(body: bytes) -> bool:
     """Whether transfer parameters can be in this text at all. Quick, and never wrong when it says no."""
-    return any(hint in body for hint in _HINTS)
+    # Python's `json`, with which vLLM's server reads bodies, takes UTF-16 and UTF-32 too. They have zero bytes in them.
+    return any(hint in body for hint in _HINTS) or b"\0" in body

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 # Atomic, or the CR and the LF of one CRLF would count as two line ends.
 _BLANK = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)+")
 _LINE = re.compile(rb"[^\r\n]*(?>\r\n|\n|\r|$)")
+_LEAD = re.compile(rb"[\r\n]+")
 _LINE_ENDS = b"\r\n"
+_BOM = b"\xef\xbb\xbf"  # may lead a stream
 
 
 class SSEDecoder:
@@ -21,6 +23,7 @@ class SSEDecoder:
 
     def __init__(self) -> None:
         self._tail = bytearray()
+        self._cr = False  # whether there is a CR in it
         self._after_cr = False
 
     @property
@@ -45,11 +48,13 @@ class SSEDecoder:
                 lead, data = data[:1], data[1:]
         seen = len(self._tail)
         self._tail += data
+        self._cr = self._cr or b"\r" in data
         cut = self._last_boundary(max(0, seen - 3))
         if not cut:
             return lead
         out = lead + bytes(memoryview(self._tail)[:cut])
         del self._tail[:cut]
+        self._cr = b"\r" in self._tail
         self._after_cr = not self._tail and out.endswith(b"\r")
         return out
 
@@ -57,11 +62,12 @@ class SSEDecoder:
         """End of the stream. Returns the incomplete event, if there is one."""
         out = bytes(self._tail)
         self._tail.clear()
+        self._cr = False
         return out
 
     def _last_boundary(self, start: int) -> int:
         """Where the last complete event ends, looking at line ends from `start` on; 0 if none does."""
-        if b"\r" not in self._tail:
+        if not self._cr:
             return self._tail.rfind(b"\n\n", start) + 2 if self._tail.find(b"\n\n", start) >= 0 else 0
         if start and self._tail[start - 1] == _LINE_ENDS[0] and self._tail[start] == _LINE_ENDS[1]:
             start -= 1  # not between the two bytes of a CRLF
@@ -105,9 +111,14 @@ class Event:
 
 
 def split_events(text: bytes) -> list[Event]:
-    """Cut whole events (`SSEDecoder.decode`'s, or `flush`'s last one) apart. Their `raw` add up to `text`."""
-    events, at = [], 0
-    for match in _BLANK.finditer(text):
+    """Cut whole events (`SSEDecoder.decode`'s, or `flush`'s last one) apart. Their `raw` add up to `text`.
+
+    Line ends that lead are an event of their own, without data: they may be the rest of the blank line before.
+    """
+    lead = _LEAD.match(text)
+    at = lead.end() if lead else 0
+    events = [_event(text[:at])] if lead else []
+    for match in _BLANK.finditer(text, at):
         events.append(_event(text[at : match.end()]))
         at = match.end()
     if at < len(text):
@@ -134,7 +145,7 @@ def _lines(raw: bytes) -> list[bytes]:
 def _field(line: bytes) -> tuple[bytes, bytes]:
     """Field name and value of a line; a comment's name is empty."""
     name, _, value = line.rstrip(_LINE_ENDS).partition(b":")
-    return name, value.removeprefix(b" ")
+    return name.removeprefix(_BOM), value.removeprefix(b" ")
 
 
 def event_end(before: bytes, data: bytes) -> int | None:

@@ -7,8 +7,9 @@ name, but its memory does not grow with the text.
 import re
 from collections.abc import Collection
 
-_OUTSIDE = re.compile(rb'["{}\[\],\n]')  # what changes the state outside a string
-_INSIDE = re.compile(rb'["\\]')
+_OUTSIDE = rb'"{}\[\],'  # what changes the state outside a string
+_INSIDE = rb'"\\'
+_LINE_ENDS = b"\r\n"
 _DEPTH = 2  # the object itself, and an object that is directly a member's value: `response` in /v1/responses' events
 _LONGEST_NAME = 256
 
@@ -19,36 +20,40 @@ class MemberStripper:
     Args:
         names: names of the members to remove. Names written with escapes are not recognised: the text comes from
             vLLM, which writes plain ones.
-        lines: the stream is made of lines (server-sent events): a line end begins afresh. JSON strings hold no raw
-            line ends, so this never happens inside a text.
+        lines: the stream is made of lines (server-sent events): a line end begins afresh, so what is broken in one
+            line, or no JSON at all, does not hide what is in the next.
     """
 
     def __init__(self, names: Collection[str], *, lines: bool = False) -> None:
         self._names = {b'"' + name.encode() + b'"' for name in names}
         self._lines = lines
+        ends = _LINE_ENDS if lines else b""
+        self._outside = re.compile(b"[" + _OUTSIDE + ends + b"]")
+        self._inside = re.compile(b"[" + _INSIDE + ends + b"]")
         self.removed = 0
         self._reset()
 
     def _reset(self) -> None:
-        self._stack = bytearray()  # opening brackets we are inside of
+        self._depth = 0  # brackets we are inside of
+        self._stack = bytearray()  # the outer ones of them
         self._in_string = False
         self._escaped = False
         self._held = bytearray()  # from a member's comma to the end of its name: nobody knows yet whether it stays
         self._naming = False  # inside `_held`
         self._dropping = 0  # depth of the object whose member is being removed, 0 if none
-        self._kept: list[bool] = []  # by depth, whether a member has been let through
+        self._kept: list[bool] = []  # for each in `_stack`, whether a member has been let through
 
     def decode(self, data: bytes) -> bytes:
         """Take bytes, return what may go on."""
         out = bytearray()
         at = 0
         while at < len(data):
-            if self._escaped:
+            if self._escaped and not (self._lines and data[at] in _LINE_ENDS):
                 self._escaped = False
                 end = at + 1
                 self._emit(out, data[at:end])
             else:
-                match = (_INSIDE if self._in_string else _OUTSIDE).search(data, at)
+                match = (self._inside if self._in_string else self._outside).search(data, at)
                 end = match.end() if match else len(data)
                 if match:
                     self._emit(out, data[at : end - 1])
@@ -73,6 +78,9 @@ class MemberStripper:
             out += data
 
     def _step(self, out: bytearray, byte: bytes) -> None:
+        if byte in _LINE_ENDS:
+            out += self.flush() + byte
+            return
         if self._in_string:
             self._emit(out, byte)
             if byte == b"\\":
@@ -81,38 +89,38 @@ class MemberStripper:
                 self._in_string = False
                 self._name_ends(out)
             return
-        depth = len(self._stack)
         if byte == b'"':
             self._in_string = True
-        elif byte == b"\n":
-            if self._lines:
-                held = self.flush()
-                out += held
         elif byte in b"{[":
-            self._emit(out, byte)
-            self._stack += byte
-            self._kept.append(False)
-            if byte == b"{" and depth < _DEPTH and not self._dropping:
-                self._naming = True
+            self._open(out, byte)
             return
         elif byte in b"}]":
-            self._close(out, byte, depth)
+            self._close(out, byte)
             return
-        elif depth and depth <= _DEPTH and self._stack[-1:] == b"{" and self._dropping in {0, depth}:
+        elif 0 < self._depth <= _DEPTH and self._stack[-1:] == b"{" and self._dropping in {0, self._depth}:
+            # The comma behind a removed member goes with it if nothing before it was kept.
+            self._held += byte if self._kept[-1] or not self._dropping else b""
             self._dropping = 0
             self._naming = True
-            self._held += byte if self._kept[-1] else b""
             return
         self._emit(out, byte)
 
-    def _close(self, out: bytearray, byte: bytes, depth: int) -> None:
+    def _open(self, out: bytearray, byte: bytes) -> None:
+        self._emit(out, byte)
+        self._depth += 1
+        if self._depth <= _DEPTH:
+            self._stack += byte
+            self._kept.append(False)
+            self._naming |= byte == b"{" and not self._dropping
+
+    def _close(self, out: bytearray, byte: bytes) -> None:
         if self._naming:  # an empty object
             self._keep(out)
-        if self._dropping == depth:
+        if self._dropping == self._depth:
             self._dropping = 0
-        if self._stack:
-            self._stack.pop()
-            self._kept.pop()
+        if self._depth <= _DEPTH:
+            del self._stack[-1:], self._kept[-1:]
+        self._depth = max(self._depth - 1, 0)
         self._emit(out, byte)
 
     def _name_ends(self, out: bytearray) -> None:
@@ -121,7 +129,7 @@ class MemberStripper:
         if bytes(self._held).lstrip(b", \t\r\n") in self._names:
             self._held.clear()
             self._naming = False
-            self._dropping = len(self._stack)
+            self._dropping = self._depth
             self.removed += 1
         else:
             self._keep(out)

@@ -199,7 +199,8 @@ class Turn:
         answer = yield from self._ask(attached.params if attached else COLD, avoid=None, last=False)
         if isinstance(answer, PrefillError) and not answer.refusal:
             if attached:
-                self._judge.read_failed(attached.handle)
+                if answer.failure is not Failure.CONNECT:  # then P never saw the handle, and D is not to blame
+                    self._judge.read_failed(attached.handle)
                 self.facts.outcome, self.facts.detail = Outcome.READ_FAILED, answer.reason
                 attached = None
             self.facts.retries += 1

@@ -5,7 +5,6 @@ simulator and connector share this module, so it needs nothing but the standard 
 """
 
 import base64
-import binascii
 import hashlib
 import hmac
 import json
@@ -18,6 +17,7 @@ from typing import Any
 MEMBER = "kvreturn"
 VERSION = 1
 DIGEST_BYTES = 8
+_TOKEN_BYTES = 4
 _NO_TOKEN = b"\xff\xff\xff\xff"  # no vocabulary has a token 2**32-1: it keeps extra keys apart from token ids
 
 # What the MAC leaves out: the router sets the direction flags, and may replace a loopback `remote_host` by the address
@@ -68,12 +68,14 @@ class Report:
         read: how much of it P read from D.
         local: how much P had in its own prefix cache before.
         reason: one word that says why `read` is not `proven`, or None.
+        prompt: what P's prompt was (see `prompt_digest`), for D to compare; None if P cannot tell.
     """
 
     proven: int
     read: int
     local: int
     reason: str | None = None
+    prompt: str | None = None
 
 
 def chain_seed(secret: bytes, *, lora: str = "", cache_salt: str = "") -> bytes:
@@ -116,11 +118,8 @@ def block_digests(
     Raises:
         OverflowError: a token id does not fit in 32 bits.
     """
-    ids = array("I", tokens)
-    if byteorder == "big":
-        ids.byteswap()
-    data = memoryview(ids).cast("B")
-    step = block_size * ids.itemsize
+    data = memoryview(_octets_of(tokens))
+    step = block_size * _TOKEN_BYTES
     sha256 = hashlib.sha256
     state, out = seed, bytearray()
     for index, start in enumerate(range(0, len(data), step)):
@@ -130,6 +129,30 @@ def block_digests(
         state = sha256(block).digest()
         out += state[:DIGEST_BYTES]
     return bytes(out)
+
+
+def _octets_of(tokens: Sequence[int]) -> bytes:
+    ids = array("I", tokens)
+    if byteorder == "big":
+        ids.byteswap()
+    return ids.tobytes()
+
+
+def prompt_digest(tokens: Sequence[int], seed: bytes, inputs: bytes = b"") -> str:
+    """Stands for a whole prompt. P reports it, and D loads P's blocks only if its own prompt gives the same.
+
+    The two render the request each for itself: a date in the template, another tokenizer or template version, and the
+    blocks would be another prompt's.
+
+    Args:
+        tokens: as for `block_digests`.
+        seed: see `chain_seed`.
+        inputs: what else the prompt's KV depends on (multimodal inputs), in an unambiguous form.
+
+    Returns:
+        16 hexadecimal digits.
+    """
+    return hashlib.sha256(seed + _octets_of(tokens) + _NO_TOKEN + inputs).hexdigest()[:16]
 
 
 def proven_tokens(
@@ -179,7 +202,7 @@ def _octets(obj: Mapping[str, Any], key: str, length: int | None = None) -> byte
     value = obj.get(key)
     try:
         raw = base64.b64decode(value, validate=True) if isinstance(value, str) else None
-    except binascii.Error:
+    except ValueError:  # binascii.Error is one; text beyond ASCII raises another
         raw = None
     if raw is None or (length is not None and len(raw) != length):
         raise WireError("malformed", f"kvreturn.{key} is no base64 text of the right length")
@@ -239,6 +262,8 @@ def dump_report(report: Report) -> dict[str, Any]:
     out: dict[str, Any] = {"v": VERSION, "proven": report.proven, "read": report.read, "local": report.local}
     if report.reason is not None:
         out["reason"] = report.reason
+    if report.prompt is not None:
+        out["prompt"] = report.prompt
     return out
 
 
@@ -249,12 +274,14 @@ def load_report(obj: object) -> Report:
         WireError: missing (`no_digests`), another format version (`version`), or malformed.
     """
     obj = _versioned(obj)
-    reason = obj.get("reason")
+    reason, prompt = obj.get("reason"), obj.get("prompt")
+    word = isinstance(reason, str) and reason.isascii() and reason.isidentifier() and len(reason) <= 32  # noqa: PLR2004
     return Report(
         proven=_count(obj, "proven"),
         read=_count(obj, "read"),
         local=_count(obj, "local"),
-        reason=reason if isinstance(reason, str) and reason.isascii() and len(reason) <= 32 else None,  # noqa: PLR2004
+        reason=reason if word else None,
+        prompt=prompt if isinstance(prompt, str) else None,
     )
 
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -48,10 +49,13 @@ class Router:
         settings = self.world.settings
         self._service.add_to(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if _answers(settings.listen):
+            raise ListenError(f"cannot listen on {settings.listen}: another router is running there")
         try:
             self.port = self._server.add_insecure_port(settings.listen)
         except RuntimeError as e:
-            raise ListenError(f"cannot listen on {settings.listen}: is another router running? ({e})") from None
+            hint = "is another router running, or is the address none of this machine's?"
+            raise ListenError(f"cannot listen on {settings.listen}: {hint} ({e})") from None
         if settings.admin:
             await self._start_admin(settings.admin)
         await self._server.start()
@@ -94,6 +98,20 @@ class Router:
 
     def _healthz(self) -> web.Response:
         return web.Response(text="ok\n")
+
+
+def _answers(listen: str) -> bool:
+    """Whether somebody listens on a Unix socket: gRPC would take its path over without a word."""
+    scheme, _, path = listen.partition(":")
+    if scheme != "unix":
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except OSError:  # nobody, at most a socket that a killed router has left
+            return False
+    return True
 
 
 def _respond(make: Callable[[], web.Response]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:

@@ -46,7 +46,7 @@ log = logging.getLogger("kvreturn")
 
 _BY_PATH = {api.path: api for api in APIS}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_JSON = re.compile(r"application/(?:[a-z0-9.-]+\+)?json\b")
+_JSON = re.compile(r"application/(?:[^\s;,/]+\+)?json\b", re.IGNORECASE)
 # What the P leg takes along from the client's request: credentials for vLLM's --api-key, and the trace.
 _PREFILL_HEADERS = ("authorization", "x-api-key", "traceparent", "tracestate")
 
@@ -68,16 +68,22 @@ class Exchange:
         self._record: TurnRecord | None = None
         self._route: str | None = None
         self._forwarded = False
+        self._opened = False
         # Nothing more is to be answered. Closed with OK, Envoy goes on without us, also should we die meanwhile.
         self.over = False
 
     async def handle(self, message: ProcessingRequest) -> list[Message]:
         """Answer one message."""
         kind = message.WhichOneof("request")
+        if kind and not self._opened:
+            self._opened = True
+            self._config = message.protocol_config
+            # A response may come first: another filter's refusal, which ours sees too (Envoy before 1.34).
+            if kind not in {"request_headers", "response_headers"}:
+                return self._refuse_setup()
         if kind == "response_body":
             return await self._response_body(message.response_body)
         if kind == "request_headers":
-            self._config = message.protocol_config
             return await self._request_headers(message.request_headers)
         if kind == "request_body":
             return await self._request_body(message.request_body)
@@ -88,6 +94,10 @@ class Exchange:
         if kind == "response_trailers":
             return await self._response_trailers()
         return []  # a kind that is newer than our protos asks for no answer that we could give
+
+    def fail(self) -> list[Message]:
+        """The answer where `handle` raised. There is none any more once `answering`."""
+        return self._answer(Refuse(500, error_body("kvreturn: internal error", "InternalServerError", 500)), "internal")
 
     def close(self) -> None:
         """The stream has ended, for whatever reason."""
@@ -149,8 +159,8 @@ class Exchange:
 
     def _refuse_setup(self) -> list[Message]:
         text = (
-            "kvreturn: this ext_proc filter must send request bodies (BUFFERED, STREAMED or FULL_DUPLEX_STREAMED) and "
-            "response bodies (STREAMED or FULL_DUPLEX_STREAMED); see `kvreturn envoy-config`"
+            "kvreturn: this ext_proc filter must send headers, request bodies (BUFFERED, STREAMED or "
+            "FULL_DUPLEX_STREAMED) and response bodies (STREAMED or FULL_DUPLEX_STREAMED); see `kvreturn envoy-config`"
         )
         log.error(text)
         return self._answer(Refuse(500, error_body(text, "InternalServerError", 500)), "setup")
@@ -288,6 +298,8 @@ class Exchange:
 
     async def _response_body(self, message: HttpBody) -> list[Message]:
         response = self._response
+        if response is None and self._turn:
+            return self._refuse_setup()  # its headers were not sent, so that nobody can tell how to read it
         if response is None:
             duplex = self._config.response_body_mode == Mode.FULL_DUPLEX_STREAMED
             return echo(message, response=True) if duplex else [CONTINUE_RESPONSE_BODY]

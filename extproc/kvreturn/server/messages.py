@@ -136,10 +136,11 @@ def immediate(status: int, body: bytes, details: str, headers: Mapping[str, str]
 
 
 def with_metadata(answer: ProcessingResponse, values: Iterable[tuple[str, str]]) -> ProcessingResponse:
-    """Attach dynamic metadata, which Envoy's `override_host` policy reads."""
+    """Attach dynamic metadata, which Envoy's `override_host` policy reads, if there is any."""
     inner = struct_pb2.Struct()
     inner.update(dict(values))
-    answer.dynamic_metadata.fields[METADATA].struct_value.CopyFrom(inner)
+    if inner.fields:
+        answer.dynamic_metadata.fields[METADATA].struct_value.CopyFrom(inner)
     return answer
 
 

@@ -10,6 +10,7 @@ from kvreturn.core.turn import Turn
 from kvreturn.server.world import World
 
 log = logging.getLogger("kvreturn.turn")
+_OK = 200
 _ERRORS = 400
 
 
@@ -60,9 +61,8 @@ class TurnRecord:
         """The client gets an answer from here."""
         self._status = status
         self._ended = True
-        if self._turn.facts.outcome is Outcome.FIRST_TURN:
-            self._turn.facts.outcome = Outcome.REJECTED
-        self._world.metrics.retries.inc(self._turn.facts.retries)
+        if not self._forwarded:
+            self._world.metrics.retries.inc(self._turn.facts.retries)
 
     def responded(self, status: int, node: str | None) -> None:
         """D's headers are here."""
@@ -77,7 +77,7 @@ class TurnRecord:
     async def settle(self, capture: Capture, *, end: bool) -> None:
         """The handle has passed, or the response has ended: store what there is to store."""
         metrics = self._world.metrics
-        if not self._stored and self._status == 200:  # noqa: PLR2004
+        if not self._stored and self._status == _OK:
             try:
                 put = self._turn.settle(capture, self._node)
             except Exception:
@@ -100,9 +100,12 @@ class TurnRecord:
             return
         self._closed = True
         turn, facts, metrics = self._turn, self._turn.facts, self._world.metrics
-        if not self._forwarded and not self._ended:
-            facts.outcome = Outcome.CANCELLED
-        elif self._status is None:
+        if not self._forwarded:
+            if self._status is None:
+                facts.outcome = Outcome.CANCELLED
+            elif facts.outcome is Outcome.FIRST_TURN:
+                facts.outcome = Outcome.REJECTED  # by us, by P, or by D before it had the whole request
+        elif self._status is None and not facts.fallback:
             metrics.stranded.inc()
         error = turn.answer.error or (str(self._status) if (self._status or 0) >= _ERRORS else None)
         if self._status is not None and not error and not self._ended:
@@ -110,15 +113,15 @@ class TurnRecord:
             error = "incomplete"
         if error:
             metrics.errors.labels(error if error.isdigit() or error == "incomplete" else "in_band").inc()
-        model = turn.prompt.model if turn.prompt else ""
-        metrics.turn(facts.outcome, turn.api.name, model)
+        model, served = turn.prompt.model if turn.prompt else "", self._status == _OK
+        metrics.turn(facts.outcome, turn.api.name, model, served=served)
         log.info(
             "turn outcome=%s%s api=%s model=%s status=%s prompt=%s read=%s local=%s prefill_ms=%.1f first_byte_ms=%s "
             "retries=%d fallback=%s captured=%s%s",
             facts.outcome.value,
             f"({facts.detail})" if facts.detail else "",
             turn.api.name,
-            _printable(model),
+            _printable(model if served else ""),  # a name that no node knows is just what a client wrote
             self._status,
             facts.prefill.prompt,
             facts.read,

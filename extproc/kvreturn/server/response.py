@@ -1,7 +1,6 @@
 """The response direction of one exchange: D's bytes through a capture, in each body mode."""
 
 import zlib
-from typing import Protocol
 
 from kvreturn._proto.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import CommonResponse, HttpBody
@@ -25,17 +24,26 @@ class UnreadableEncodingError(Exception):
     """A response in a content encoding that cannot be looked into, although none was asked for."""
 
 
-class Decoder(Protocol):
-    """An incremental content decoder."""
+class Inflater:
+    """An incremental decoder for gzip and zlib, also for several gzip members in a row (RFC 1952, 2.2)."""
 
-    def decompress(self, data: bytes, /) -> bytes:
-        """Take encoded bytes, return decoded ones."""
+    def __init__(self) -> None:
+        self._inflate = zlib.decompressobj(_GZIP_OR_ZLIB)
 
-    def flush(self) -> bytes:
-        """End of the body."""
+    def decode(self, data: bytes) -> bytes:
+        """Take encoded bytes, return decoded ones.
+
+        Raises:
+            zlib.error: they are not what they are said to be.
+        """
+        out = self._inflate.decompress(data)
+        while self._inflate.unused_data:
+            data, self._inflate = self._inflate.unused_data, zlib.decompressobj(_GZIP_OR_ZLIB)
+            out += self._inflate.decompress(data)
+        return out
 
 
-def content_decoder(encoding: str) -> Decoder | None:
+def content_decoder(encoding: str) -> Inflater | None:
     """A decoder for a `content-encoding`, None for plain bytes.
 
     Raises:
@@ -44,7 +52,7 @@ def content_decoder(encoding: str) -> Decoder | None:
     if encoding in {"", "identity"}:
         return None
     if encoding in {"gzip", "x-gzip", "deflate"}:
-        return zlib.decompressobj(_GZIP_OR_ZLIB)
+        return Inflater()
     raise UnreadableEncodingError(encoding)
 
 
@@ -57,7 +65,7 @@ class ResponseSide:
         decoder: undoes its content encoding; the client then gets plain bytes.
     """
 
-    def __init__(self, mode: "ProcessingMode.BodySendMode", capture: Capture, decoder: Decoder | None) -> None:
+    def __init__(self, mode: "ProcessingMode.BodySendMode", capture: Capture, decoder: Inflater | None) -> None:
         self.capture = capture
         self._mode = mode
         self._decoder = decoder
@@ -68,7 +76,7 @@ class ResponseSide:
         if self._ended:
             return [] if self._mode == Mode.FULL_DUPLEX_STREAMED else [CLEAR_RESPONSE_BODY]
         data = message.body
-        out = self.capture.decode(self._decoder.decompress(data) if self._decoder else data)
+        out = self.capture.decode(self._decoder.decode(data) if self._decoder else data)
         if message.end_of_stream or self._mode == Mode.BUFFERED:
             out += self._finish()
         if self._mode == Mode.FULL_DUPLEX_STREAMED:
@@ -93,5 +101,4 @@ class ResponseSide:
 
     def _finish(self) -> bytes:
         self._ended = True
-        rest = self.capture.decode(self._decoder.flush()) if self._decoder else b""
-        return rest + self.capture.flush()
+        return self.capture.flush()

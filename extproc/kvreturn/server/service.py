@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator
 import grpc
 
 from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
-from kvreturn.core.api.base import error_body
 from kvreturn.server.exchange import Exchange
-from kvreturn.server.messages import Message, immediate
+from kvreturn.server.messages import Message
 from kvreturn.server.world import World
 
 log = logging.getLogger("kvreturn")
@@ -70,14 +69,17 @@ class ExternalProcessor:
                 continue  # Envoy ignores answers then
             try:
                 answers = await exchange.handle(request)
-            except Exception:
+            except (Exception, asyncio.CancelledError):
+                # A cancellation that is not this stream's is an error too: let through, it would look like one, and
+                # Envoy would wait for ever (grpc#29248).
+                task = asyncio.current_task()
+                if task and task.cancelling():
+                    raise
                 log.exception("an exchange failed")
                 if exchange.answering:
                     # Bytes of the answer have gone out: all that is left is to end it, which Envoy does.
                     await context.abort(grpc.StatusCode.INTERNAL, "kvreturn: internal error")
-                text = error_body("kvreturn: internal error", "InternalServerError", 500)
-                await context.write(immediate(500, text, "internal", {"content-type": "application/json"}))
-                return
+                answers = exchange.fail()
             for answer in answers:
                 await context.write(answer)
             if exchange.over:

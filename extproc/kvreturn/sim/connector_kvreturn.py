@@ -42,7 +42,8 @@ class KvreturnConnector(StockConnector):
     """On top of the stock connector.
 
     D: its handle carries a proof (wire.py); nothing is kept for requests that no P leg came before, nor where several
-    choices would share one handle.
+    choices would share one handle, nor where the router wants none. It loads P's blocks only if P says that its prompt
+    was the same.
 
     P: takes D's handle sealed under the `kvreturn` member of a cold request, or in the stock form. Reads at most the
     proven prefix; whatever goes wrong, it computes, and tells D to free its blocks. It reports in its reply.
@@ -58,8 +59,13 @@ class KvreturnConnector(StockConnector):
         """See `StockConnector.arrived`."""
         super().arrived(seq)
         params = seq.job.params
-        if params and seq.from_peer and not self._acceptable(params):
+        if not params or not seq.from_peer:
+            return
+        if not self._acceptable(params):
             seq.from_peer = params["do_remote_prefill"] = False
+        elif not self._same_prompt(seq, params):
+            seq.from_peer = params["do_remote_prefill"] = False
+            self._engine.spawn(self._notify(params))
 
     async def load(self, seq: Sequence) -> int:
         """See `StockConnector.load`; raises nothing."""
@@ -92,7 +98,7 @@ class KvreturnConnector(StockConnector):
     def finished(self, seq: Sequence, *, normally: bool) -> Farewell:
         """See `StockConnector.finished`."""
         params = seq.job.params
-        if not params or not (params.get("do_remote_decode") or seq.from_peer):
+        if not params or not (params.get("do_remote_decode") or seq.from_peer) or _unwanted(params):
             return Farewell()
         try:
             farewell = super().finished(seq, normally=normally)
@@ -101,7 +107,8 @@ class KvreturnConnector(StockConnector):
         if farewell.params is None:
             return farewell
         if farewell.keep == "lease":
-            farewell.params[wire.MEMBER] = wire.dump_report(seq.report or wire.Report(0, 0, seq.local))
+            report = seq.report or wire.Report(0, 0, seq.local)
+            farewell.params[wire.MEMBER] = wire.dump_report(replace(report, prompt=self._prompt(seq)))
         elif seq.job.choices > 1:
             return Farewell()
         else:
@@ -113,7 +120,17 @@ class KvreturnConnector(StockConnector):
         if params.get("do_remote_prefill") and self._acceptable(params):
             self._engine.spawn(self._notify(params))
 
+    def _prompt(self, seq: Sequence) -> str:
+        images = b"".join(p.to_bytes(4, "little") + d for p, d in sorted(seq.job.prompt.images.items()))
+        return wire.prompt_digest(seq.job.prompt.tokens, self._seed(seq), images)
+
     # --- D ---
+
+    def _same_prompt(self, seq: Sequence, params: Mapping[str, Any]) -> bool:
+        """Whether P computed this very prompt, as far as it says what it computed."""
+        member = params.get(wire.MEMBER)
+        theirs = member.get("prompt") if isinstance(member, Mapping) else None
+        return theirs is None or theirs == self._prompt(seq)
 
     def _attach_proof(self, seq: Sequence, handle: dict[str, Any]) -> None:
         config, seed, held = self._config, self._seed(seq), handle["remote_num_tokens"]
@@ -201,6 +218,12 @@ class KvreturnConnector(StockConnector):
         first, end = seq.local // size, -(-proven // size)
         theirs, own = handle["remote_block_ids"][0][first:end], seq.blocks[first:end]
         await self._transfer(peer, handle["remote_request_id"], theirs, own, proven - seq.local, held_only=True)
+
+
+def _unwanted(params: Mapping[str, Any]) -> bool:
+    """Whether the router says that it will not come back for D's blocks."""
+    member = params.get(wire.MEMBER)
+    return isinstance(member, Mapping) and member.get("keep") is False
 
 
 def _well_formed(handle: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Record, Taken
 
 _OVERHEAD = 600  # bytes of Python objects around an entry and its two keys, measured with tracemalloc
+_TRACE = 60.0  # seconds for which a trace stays at least, however short the record's own life was
 _PER_KEY = 8  # entries under one key: equal conversations of one tenant, answered alike
 
 
@@ -29,8 +30,8 @@ class _Entry:
 class MemoryStore:
     """Records in a dict, bounded in number and bytes, oldest first out.
 
-    A record that was taken or has expired leaves a small trace for as long again as it could have lived, so that the
-    next request learns why it goes cold.
+    A record that was taken or has expired leaves a small trace for as long again as it could have lived, a minute at
+    least, so that the next request learns why it goes cold.
 
     Args:
         max_entries: upper bound of records, and of traces.
@@ -64,16 +65,18 @@ class MemoryStore:
         now = self._clock()
         self._sweep(now)
         entry = _Entry(next(self._serials), tuple(keys), record, now)
+        if entry.size > self._max_bytes:
+            self.evicted += 1
+            return
         self._live[entry.serial] = entry
         self.bytes += entry.size
         for key in entry.keys:
             bucket = self._index.setdefault(key, [])
             bucket.append(entry)
             if len(bucket) > _PER_KEY:
-                self._forget(bucket[0])
-        while len(self._live) > self._max_entries or (self.bytes > self._max_bytes and len(self._live) > 1):
-            self.evicted += 1
-            self._forget(next(iter(self._live.values())))
+                self._evict(next((e for e in bucket if e.record is None), bucket[0]))
+        while len(self._live) > self._max_entries or self.bytes > self._max_bytes:
+            self._evict(next(iter(self._live.values())))
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """See `SessionStore.take`. There is no await in it, so it is atomic."""
@@ -116,8 +119,12 @@ class MemoryStore:
         self._live.pop(entry.serial)
         self.bytes -= entry.size
         entry.record, entry.reason = None, record.reason or reason
-        entry.forget_at = self._clock() + record.ttl
+        entry.forget_at = self._clock() + max(record.ttl, _TRACE)
         self._gone[entry.serial] = entry
+
+    def _evict(self, entry: _Entry) -> None:
+        self.evicted += entry.record is not None
+        self._forget(entry)
 
     def _forget(self, entry: _Entry) -> None:
         if self._live.pop(entry.serial, None):

@@ -14,7 +14,8 @@ class Metrics:
     """All metrics of one router.
 
     Args:
-        models: names that get a label value of their own; all others count as `other`. Empty: the first few seen do.
+        models: names that get a label value of their own; all others count as `other`. Empty: the first few that a
+            node has answered to do.
     """
 
     def __init__(self, models: Collection[str] = ()) -> None:
@@ -53,9 +54,9 @@ class Metrics:
         """Add a gauge whose value is asked for at each scrape."""
         Gauge(f"kvreturn_{name}", doc, registry=self.registry).set_function(value)
 
-    def turn(self, outcome: Outcome, api: str, model: str) -> None:
-        """Count a turn."""
-        self.turns.labels(outcome.value, api, self._label(model)).inc()
+    def turn(self, outcome: Outcome, api: str, model: str, *, served: bool) -> None:
+        """Count a turn. If a node `served` it, `model` is a name that exists, and not just what a client wrote."""
+        self.turns.labels(outcome.value, api, self._label(model, served=served)).inc()
 
     def expose(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -65,10 +66,10 @@ class Metrics:
         """The value of one sample, 0 if it is not there yet; for tests and the admin view."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
-    def _label(self, model: str) -> str:
+    def _label(self, model: str, *, served: bool) -> str:
         if model in self._models:
             return model
-        if self._open and len(self._models) < _MODELS and len(model) <= 128:  # noqa: PLR2004
+        if served and self._open and len(self._models) < _MODELS and len(model) <= 128:  # noqa: PLR2004
             self._models.add(model)
             return model
         return "other"

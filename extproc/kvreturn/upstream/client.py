@@ -1,6 +1,7 @@
 """The prefill leg's HTTP client: through Envoy's loopback listener, or straight to the node."""
 
 import asyncio
+import io
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -13,7 +14,9 @@ from kvreturn.upstream.pool import Pool
 NODE_HEADER = "x-kvreturn-node"
 UPSTREAM_HEADER = "x-kvreturn-upstream"
 _FIRST_SHARE = 0.5  # of the time for the leg: what is left is for the cold retry
+_CONNECT = 2.0  # seconds for the TCP handshake
 _BODY_LIMIT = 64 << 20
+_IN_ONE_PIECE = 1 << 20  # larger request bodies are written bit by bit, so that other streams get their turn
 # vLLM's server drops idle connections after 5 s (uvicorn's timeout_keep_alive): let go of ours before.
 _KEEPALIVE = 4.0
 # How Envoy says that it could not reach the node (access log flags UF, UH, URX): no answer of the node's own.
@@ -37,7 +40,7 @@ class PrefillClient:
         """Open the connection pool."""
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=2.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT),
             auto_decompress=True,
             raise_for_status=False,
         )
@@ -69,7 +72,12 @@ class PrefillClient:
         try:
             async with asyncio.timeout(seconds if ask.last else seconds * _FIRST_SHARE):
                 reply = await self._post(node, ask, headers)
+        except aiohttp.ConnectionTimeoutError:
+            self._pool.unreachable(node)
+            return Reply(node, failure=Failure.CONNECT)
         except TimeoutError:
+            # Without outstanding tokens a node that hangs would look like the idlest one, turn after turn.
+            self._pool.unreachable(node)
             return Reply(node, failure=Failure.TIMEOUT)
         except (aiohttp.ClientError, OSError):
             self._pool.unreachable(node)
@@ -88,7 +96,8 @@ class PrefillClient:
         if self._through:
             send[NODE_HEADER] = node
         url = f"http://{self._through or node}{ask.path}"
-        async with self._session.post(url, data=ask.body, headers=send, allow_redirects=False) as response:
+        data = io.BytesIO(ask.body) if len(ask.body) > _IN_ONE_PIECE else ask.body
+        async with self._session.post(url, data=data, headers=send, allow_redirects=False) as response:
             body = bytearray()
             async for chunk in response.content.iter_any():
                 body += chunk
@@ -96,4 +105,5 @@ class PrefillClient:
                     raise aiohttp.ClientPayloadError("answer of a prefill node is over 64 MiB")
             # Envoy may have chosen another node than the one we asked for, if that one is down.
             upstream = response.headers.get(UPSTREAM_HEADER) if self._through else None
-            return Reply(upstream or node, response.status, bytes(body), response.content_type)
+            content_type = response.headers.get("content-type", "application/octet-stream")
+            return Reply(upstream or node, response.status, bytes(body), content_type)

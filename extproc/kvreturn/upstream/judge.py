@@ -17,7 +17,7 @@ class NodeJudge:
     Args:
         decode: the pool of decode nodes.
         failures: so many failed reads of one engine's handles within `window` stop the use of its handles.
-        window: seconds over which failures count.
+        window: seconds over which failures count, and for which its handles are then not used.
         clock: monotonic seconds.
     """
 
@@ -32,11 +32,13 @@ class NodeJudge:
         """See `Judge.objection`."""
         if record.decode_node and record.decode_node not in self._decode:
             return Outcome.NODE_GONE
-        return Outcome.BREAKER_OPEN if handle.engine in self.open_breakers() else None
+        return Outcome.BREAKER_OPEN if self._is_open(handle.engine) else None
 
     def read_failed(self, handle: Handle) -> None:
         """See `Judge.read_failed`."""
-        self._failed.setdefault(handle.engine, deque(maxlen=self._failures)).append(self._clock())
+        times = self._failed.pop(handle.engine, None) or deque(maxlen=self._failures)
+        times.append(self._clock())
+        self._failed[handle.engine] = times  # in the order of their last failure
         while len(self._failed) > _ENGINES:
             self._failed.pop(next(iter(self._failed)))
 
@@ -46,5 +48,13 @@ class NodeJudge:
 
     def open_breakers(self) -> list[str]:
         """Engines whose handles are not used now."""
-        since = self._clock() - self._window
-        return [e for e, times in self._failed.items() if len(times) == self._failures and times[0] > since]
+        return [engine for engine in self._failed if self._is_open(engine)]
+
+    def _is_open(self, engine: str) -> bool:
+        times = self._failed.get(engine)
+        return bool(
+            times
+            and len(times) == self._failures
+            and times[-1] - times[0] < self._window
+            and self._clock() - times[-1] < self._window
+        )

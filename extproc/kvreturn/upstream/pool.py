@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvreturn.core.address import is_ip, split_address
+
 _BACKOFF = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds out of the pool after the 1st, 2nd, ... failure in a row
 
 
@@ -24,11 +26,15 @@ class Pool:
 
     def __init__(self, addresses: Iterable[str], clock: Callable[[], float]) -> None:
         self._nodes = {a: _Node(a) for a in addresses}
+        self._named = not all(is_ip(split_address(a)[0]) for a in self._nodes)
         self._clock = clock
 
     def __contains__(self, address: object) -> bool:
-        """Whether the node is in the pool, reachable or not."""
-        return address in self._nodes
+        """Whether the node is in the pool, reachable or not.
+
+        Envoy tells a node's IP address, whatever name the pool has for it: then every node may be in it.
+        """
+        return self._named or address in self._nodes
 
     def choose(self, prefer: str | None = None, avoid: str | None = None) -> str | None:
         """The address of a node: the preferred one if it is well, else the one with the least outstanding tokens.
@@ -53,9 +59,9 @@ class Pool:
             self._nodes[address].load -= tokens
 
     def unreachable(self, address: str) -> None:
-        """The node could not be reached: it is out for a while, longer each time in a row."""
-        if address in self._nodes:
-            node = self._nodes[address]
+        """The node could not be reached, or did not answer in time: out for a while, longer each time in a row."""
+        node = self._nodes.get(address)
+        if node and node.out_until <= self._clock():  # requests that were under way together count once
             node.out_until = self._clock() + _BACKOFF[min(node.failures, len(_BACKOFF) - 1)]
             node.failures += 1
 

@@ -86,7 +86,7 @@ class Answer:
         for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, Mapping):
                 continue
-            index = choice.get("index", 0)
+            index = read_index(choice, 0)
             if isinstance(choice.get("finish_reason"), str):
                 self.finish_reasons[index] = choice["finish_reason"]
             if index == 0:
@@ -178,10 +178,14 @@ NOT_SHAPING = frozenset(
 )
 
 
+def shaping_names(body: ObjectText) -> set[str]:
+    """Names of all members that may shape the prompt."""
+    return {m.name for m in body.members} - NOT_SHAPING
+
+
 def shaping(body: ObjectText, besides: Sequence[str]) -> dict[str, Any]:
     """All members that may shape the prompt, decoded, but for those of these names."""
-    names = {m.name for m in body.members} - NOT_SHAPING - set(besides)
-    return {name: body.load(name) for name in sorted(names)}
+    return {name: body.load(name) for name in sorted(shaping_names(body) - set(besides))}
 
 
 def read_model(body: ObjectText) -> str:
@@ -194,17 +198,28 @@ def read_model(body: ObjectText) -> str:
 
 def read_common(body: ObjectText) -> tuple[int, bool]:
     """Number of choices asked for, and whether the answer is streamed."""
-    counts = [_load(body, name) for name in ("n", "best_of")]
-    choices = max([c for c in counts if type(c) is int] or [1])
+    choices = max(_count(_load(body, name)) for name in ("n", "best_of"))
     if _load(body, "use_beam_search"):
         choices = max(choices, 2)
     return choices, _load(body, "stream") is True
+
+
+def read_index(obj: Mapping[str, Any], default: int) -> int:
+    """The member `index`, or the default where there is no number."""
+    index = obj.get("index")
+    return index if type(index) is int else default
 
 
 def error_body(message: str, kind: str, code: int) -> bytes:
     """A JSON body in the OpenAI API's error shape, as vLLM writes it."""
     error = {"message": message, "type": kind, "param": None, "code": code}
     return json.dumps({"error": error}, separators=(",", ":")).encode()
+
+
+def _count(value: Any) -> int:  # noqa: ANN401 - JSON
+    if type(value) is int:
+        return value
+    return 1 if value is None else 2  # vLLM also takes "3" and 3.0 for 3; what it makes of them is not ours to guess
 
 
 def _load(body: ObjectText, name: str) -> Any:  # noqa: ANN401 - JSON

@@ -11,8 +11,10 @@ from kvreturn.core.api.base import (
     Prompt,
     prefill_edit,
     read_common,
+    read_index,
     read_model,
     shaping,
+    shaping_names,
 )
 from kvreturn.core.fingerprint import Trail, canonical
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
@@ -95,7 +97,7 @@ class ChatAnswer(Answer):
         calls = message.get("tool_calls")
         for position, call in enumerate(calls if isinstance(calls, list) else ()):
             if isinstance(call, Mapping):
-                self._read_call(call.get("index", position), call)
+                self._read_call(read_index(call, position), call)
 
     def _read_call(self, index: int, call: Mapping[str, Any]) -> None:
         known = self.tool_calls.setdefault(index, {"id": "", "type": "", "name": "", "arguments": ""})
@@ -123,10 +125,9 @@ class ChatAnswer(Answer):
 
 
 def _tokenizable(body: ObjectText) -> bool:
-    names = set(shaping(body, ()))
-    if (
-        body.load("tool_choice") != "none"
-    ):  # vLLM may leave the tools out for it (--exclude-tools-when-tool-choice-none)
+    names = shaping_names(body)
+    # For "none", vLLM may leave the tools out (--exclude-tools-when-tool-choice-none).
+    if "tool_choice" in names and body.load("tool_choice") != "none":
         names.discard("tool_choice")
     return names <= _TOKENIZE_SAFE
 

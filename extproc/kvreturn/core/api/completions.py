@@ -5,7 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvreturn.core.api.base import Answer, BadRequestError, Prompt, prefill_edit, read_common, read_model, shaping
+from kvreturn.core.api.base import (
+    Answer,
+    BadRequestError,
+    Prompt,
+    prefill_edit,
+    read_common,
+    read_model,
+    shaping,
+    shaping_names,
+)
 from kvreturn.core.fingerprint import Trail, segments
 from kvreturn.core.jsontext import JSONTextError, ObjectText
 
@@ -30,6 +39,7 @@ class Completions:
         if strict:
             root.append(shaping(body, ("model", "prompt", "cache_salt")))
         batch = isinstance(prompt, list) and not _is_ids(prompt)
+        plain = shaping_names(body) <= _TOKENIZE_SAFE  # nothing else, such as `truncate_prompt_tokens`, changes it
         return Prompt(
             model=model,
             root=root,
@@ -37,8 +47,8 @@ class Completions:
             has_answer=False,
             choices=max(choices, 2) if batch else choices,
             stream=stream,
-            tokenizable=isinstance(prompt, str) and set(shaping(body, ())) <= _TOKENIZE_SAFE,
-            tokens=prompt if isinstance(prompt, list) and not batch else None,
+            tokenizable=isinstance(prompt, str) and plain,
+            tokens=prompt if isinstance(prompt, list) and not batch and plain else None,
         )
 
     def prefill_body(self, body: ObjectText, params: bytes) -> bytes:
@@ -50,9 +60,13 @@ class Completions:
         return body.without({m.name for m in body.members} - set(_TOKENIZE))
 
     def extend(self, prompt: Trail, body: ObjectText, answer: Answer, *, strict: bool) -> Trail | None:
-        """See `API.extend`. Under `strict` never: the last piece is not whole, so equality cannot be told."""
+        """See `API.extend`.
+
+        Under `strict` never: the last piece is not whole, so equality cannot be told. Nor with `echo`, where the answer
+        repeats the prompt.
+        """
         text = _prompt(body)
-        if strict or not isinstance(text, str) or not isinstance(answer, CompletionsAnswer):
+        if strict or not isinstance(text, str) or not isinstance(answer, CompletionsAnswer) or body.load("echo"):
             return None
         rest = _octets(text)[prompt.depth * _SEGMENT :] + "".join(answer.text).encode(errors="surrogatepass")
         return prompt.extend(segments(rest, _SEGMENT))

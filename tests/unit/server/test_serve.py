@@ -1,0 +1,277 @@
+"""`kvreturn serve` as a process: start, errors, signals, what it writes and how much memory it keeps."""
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+import yaml
+from click.testing import CliRunner
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvreturn.cli.main import main
+from support.extproc import Envoy, Modes, Request, Response, body_message, headers_message, request_headers
+from support.harness import DECODE
+from support.nodes import FakePrefill, chat, decode_events, handle, hangs
+from support.streams import GrpcStream, StreamError
+
+TURN = Request(pieces=[chat("Hi")])
+EVENTS = decode_events(params=handle())
+END = Response(EVENTS, node=DECODE)
+SSE = {":status": "200", "content-type": "text/event-stream"}
+
+
+class Process:
+    """A running router.
+
+    Attributes:
+        listen: its gRPC address.
+        stderr: what it wrote, once it has ended.
+    """
+
+    def __init__(self, process: asyncio.subprocess.Process, listen: str) -> None:
+        self.process = process
+        self.listen = listen
+        self.stderr = ""
+
+    def channel(self) -> grpc.aio.Channel:
+        return grpc.aio.insecure_channel(self.listen)
+
+    async def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return await self.ended()
+
+    async def ended(self) -> int:
+        _, err = await asyncio.wait_for(self.process.communicate(), 10)
+        self.stderr = err.decode()
+        return self.process.returncode or 0
+
+    @property
+    def resident(self) -> int:
+        """Bytes of memory that the process has."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        found = re.search(r"VmRSS:\s+(\d+) kB", status)
+        assert found
+        return int(found[1]) << 10
+
+
+async def spawn(config: Path, *options: str) -> asyncio.subprocess.Process:
+    environ = {k: v for k, v in os.environ.items() if k != "KVRETURN_SECRET"}
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvreturn.cli.main", "serve", "--config", str(config), *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env=environ,
+    )
+
+
+def write(path: Path, text: str | dict[str, Any]) -> Path:
+    file = path / "kvreturn.yaml"
+    file.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    return file
+
+
+@contextlib.asynccontextmanager
+async def serving(tmp_path: Path, node: FakePrefill, *options: str, **changes: Any) -> AsyncIterator[Process]:  # noqa: ANN401
+    listen = f"unix:{tmp_path}/router.sock"
+    pools = {"prefill": [node.address], "decode": [DECODE]}
+    config = {"listen": listen, "admin": None, "pools": pools, "prefill": {"via": "direct"}, **changes}
+    process = await spawn(write(tmp_path, config), *options)
+    try:
+        async with grpc.aio.insecure_channel(listen) as channel:
+            await asyncio.wait_for(channel.channel_ready(), 10)
+        yield Process(process, listen)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[FakePrefill]:
+    async with FakePrefill() as node:
+        yield node
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_ends_an_idle_router_at_once(number: signal.Signals, node: FakePrefill, tmp_path: Path) -> None:
+    async with serving(tmp_path, node) as router:
+        begun = time.monotonic()
+        assert await router.end(number) == 0
+        assert time.monotonic() - begun < 1
+        assert "Traceback" not in router.stderr
+        assert router.stderr.rstrip().endswith("stopped")
+        assert not (tmp_path / "router.sock").exists()
+
+
+async def test_sigterm_lets_a_running_stream_end_and_refuses_new_ones(node: FakePrefill, tmp_path: Path) -> None:
+    """field reports 128, 129."""
+    async with serving(tmp_path, node, drain_timeout=20) as router, router.channel() as channel:
+        envoy = Envoy(GrpcStream(channel), Modes())
+        await envoy.request(TURN)
+        stream = envoy._stream
+        await stream.send(headers_message("response", SSE, node=DECODE))
+        await stream.receive()
+        router.process.send_signal(signal.SIGTERM)
+        async with router.channel() as other:
+            check = health_pb2_grpc.HealthStub(other).Check
+            for _ in range(100):
+                if (await check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.NOT_SERVING:
+                    break
+                await asyncio.sleep(0.005)
+            else:
+                pytest.fail("health stays SERVING")
+            await asyncio.sleep(1.1)  # the time that Envoy has to notice
+            refused = GrpcStream(other)
+            await refused.send(request_headers())
+            with pytest.raises(StreamError):
+                await refused.receive()
+        for event in EVENTS:
+            await stream.send(body_message("response", event))
+            answer = await stream.receive()
+            assert answer
+            assert answer.HasField("response_body")
+        await stream.half_close()
+        assert await stream.receive() is None
+        assert await router.ended() == 0
+        assert "Traceback" not in router.stderr
+        assert "captured=True" in router.stderr
+
+
+async def test_sigterm_cancels_what_runs_longer_than_it_may(tmp_path: Path) -> None:
+    async with (
+        FakePrefill(hangs) as node,
+        serving(tmp_path, node, drain_timeout=0.3) as router,
+        router.channel() as channel,
+    ):
+        stream = GrpcStream(channel)
+        await stream.send(request_headers())
+        await stream.send(body_message("request", TURN.pieces[0], end=True))
+        await node.arrived.wait()
+        begun = time.monotonic()
+        assert await router.end(signal.SIGTERM) == 0
+        assert time.monotonic() - begun < 2
+        assert node.left.is_set()
+        assert "Traceback" not in router.stderr
+        assert "outcome=cancelled" in router.stderr
+        stream.cancel()
+
+
+async def refused(config: Path, *options: str) -> tuple[int, str]:
+    process = await spawn(config, *options)
+    out, err = await asyncio.wait_for(process.communicate(), 10)
+    assert out == b""
+    return process.returncode or 0, err.decode()
+
+
+POOLS = "pools: {prefill: ['10.0.0.1:8100'], decode: ['10.0.0.2:8200']}\n"
+BAD = [
+    ("not YAML", "pools: [", "kvreturn.yaml: not YAML"),
+    ("a list", "[]", "the file must hold one mapping"),
+    ("empty", "", "the file must hold one mapping"),
+    ("no pools", "listen: 127.0.0.1:9090\n", "kvreturn.yaml:1: pools: Field required"),
+    (
+        "a typo",
+        POOLS + "lissten: 127.0.0.1:9090\n",
+        "kvreturn.yaml:2: lissten: unknown setting; did you mean `listen`?",
+    ),
+    ("a bad address", POOLS + "listen: '9090'\n", "kvreturn.yaml:2: listen: Value error, '9090' is no host:port"),
+    ("one port twice", POOLS + "listen: 127.0.0.1:9091\n", "must all differ"),
+    ("a wrong value", POOLS + "\nproof: maybe\n", "kvreturn.yaml:3: proof: Input should be"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_a_bad_configuration_is_told_by_line_and_ends_the_program(text: str, message: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["serve", "--config", str(write(tmp_path, text))])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit)
+    assert result.stderr.startswith("Error: ")
+    assert message in result.stderr
+
+
+async def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    code, err = await refused(tmp_path / "none.yaml")
+    assert (code, err) == (1, f"Error: {tmp_path}/none.yaml: No such file or directory\n")
+
+
+@pytest.mark.parametrize("which", ["listen", "admin"])
+async def test_a_port_in_use_is_told(which: str, tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        address = "{}:{}".format(*other.getsockname())
+        text = f"{POOLS}secret: s\nlisten: unix:{tmp_path}/router.sock\n"
+        text = (
+            text.replace(f"unix:{tmp_path}/router.sock", address) if which == "listen" else text + f"admin: {address}\n"
+        )
+        code, err = await refused(write(tmp_path, text if which == "admin" else text + "admin: null\n"))
+    assert code == 1
+    assert f"Error: cannot listen on {address}" in err
+    assert "Traceback" not in err
+
+
+async def test_what_is_not_safe_is_said_loudly_at_start(node: FakePrefill, tmp_path: Path) -> None:
+    async with serving(tmp_path, node) as router:
+        await router.end(signal.SIGTERM)
+        assert "no secret is configured" in router.stderr
+        assert "no tenant_header is configured" in router.stderr
+    async with serving(tmp_path, node, secret="s", tenant_header="x-tenant") as router:
+        await router.end(signal.SIGTERM)
+        assert "WARNING" not in router.stderr
+
+
+async def test_ten_thousand_cancelled_streams_leave_nothing(node: FakePrefill, tmp_path: Path) -> None:
+    """field report 124: a handler that swallows its cancellation leaks in grpc's core."""
+    port = _unused_port()
+    async with serving(tmp_path, node, "--log-level", "warning", admin=f"127.0.0.1:{port}") as router:
+        async with router.channel() as channel:
+            first = 2_000  # until the allocator has what it needs
+            await _cancel(channel, first)
+            before = router.resident
+            await _cancel(channel, 10_000 - first)
+            grown = router.resident - before
+        metrics = await asyncio.to_thread(_fetch, f"http://127.0.0.1:{port}/metrics")
+        await router.end(signal.SIGTERM)
+    assert grown < 5 << 20
+    assert "kvreturn_live_streams 0.0" in metrics
+    assert "kvreturn_sessions 0.0" in metrics
+    assert 'kvreturn_turns_total{api="chat",model="other",outcome="cancelled"} 10000.0' in metrics
+    assert router.stderr.count("\n") == 2  # the warnings at start
+
+
+def _unused_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+def _fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as response:
+        text: str = response.read().decode()
+        return text
+
+
+async def _cancel(channel: grpc.aio.Channel, count: int) -> None:
+    """Streams that end after their first message; a few at a time, so that they really begin."""
+    message = request_headers(modes=Modes())
+
+    async def worker(n: int) -> None:
+        for _ in range(n):
+            stream = GrpcStream(channel)
+            await stream.send(message)
+            await stream.receive()
+            stream.cancel()
+
+    await asyncio.gather(*(worker(count // 20) for _ in range(20)))

@@ -1,0 +1,269 @@
+"""Metrics and log lines: what they count and say, and what they never tell."""
+
+import logging
+import re
+from typing import Any
+
+import pytest
+
+from kvreturn.core.outcome import Outcome
+from kvreturn.core.ports import Reply
+from support.extproc import Request, Response
+from support.harness import DECODE, Clock, Harness, harness, live
+from support.nodes import (
+    FakePrefill,
+    Script,
+    answer,
+    carried_handle,
+    chat,
+    connector,
+    decode_body,
+    decode_events,
+    handle,
+    in_turn,
+    prefill_body,
+    prefill_params,
+    replies,
+    report,
+)
+
+TURN = Request(pieces=[chat("Hi")])
+NEXT = Request(pieces=[chat("Hi", "Good morning", "And?")])
+END = Response(decode_events(params=handle()), node=DECODE)
+
+NAMES = {
+    "kvreturn_breakers_open",
+    "kvreturn_capture_failures_total",
+    "kvreturn_handles_captured_total",
+    "kvreturn_handles_missing_total",
+    "kvreturn_live_streams",
+    "kvreturn_oversize_events_total",
+    "kvreturn_prefill_blocks_stranded_total",
+    "kvreturn_prefill_duration_seconds",
+    "kvreturn_prefill_fallbacks_total",
+    "kvreturn_prefill_retries_total",
+    "kvreturn_prompt_tokens_total",
+    "kvreturn_read_back_tokens_total",
+    "kvreturn_sessions",
+    "kvreturn_sessions_bytes",
+    "kvreturn_sessions_evicted",
+    "kvreturn_sessions_expired",
+    "kvreturn_store_errors_total",
+    "kvreturn_time_to_first_byte_seconds",
+    "kvreturn_turn_errors_total",
+    "kvreturn_turns_incomplete_total",
+    "kvreturn_turns_total",
+}
+
+
+async def test_the_names_of_all_metrics() -> None:
+    text = harness().world.metrics.expose().decode()
+    told = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
+    assert {n for n in told if not n.endswith("_created")} == NAMES
+
+
+def reported(**told: Any) -> Script:  # noqa: ANN401 - as `report`
+    """P with our connector, which says this of each handle."""
+
+    def script(body: bytes) -> Reply:
+        if carried_handle(body) is None:
+            return connector(body)
+        return answer(prefill_body(prefill_params(**report(**told))))(body)
+
+    return script
+
+
+REPORTS: list[tuple[Script, Outcome, int]] = [
+    (reported(proven=160, read=160), Outcome.HIT, 160),
+    (reported(proven=96, read=96), Outcome.PARTIAL_HIT, 96),
+    (reported(proven=160, read=0, local=170, reason="local_hit"), Outcome.LOCAL_HIT, 0),
+    (reported(proven=0, read=0, reason="not_a_continuation"), Outcome.NOT_A_CONTINUATION, 0),
+    (reported(proven=160, read=0, reason="expired"), Outcome.EXPIRED, 0),
+    (reported(proven=160, read=0, reason="node_gone"), Outcome.NODE_GONE, 0),
+    (reported(proven=0, read=0, reason="a reason of tomorrow"), Outcome.UNPROVEN, 0),
+    (answer(), Outcome.UNPROVEN, 0),  # a stock P ignores a sealed handle
+]
+
+
+@pytest.mark.parametrize(("script", "outcome", "read"), REPORTS)
+async def test_what_p_reports_becomes_the_outcome(script: Script, outcome: Outcome, read: int) -> None:
+    router = harness(script)
+    await router.play(TURN, END)
+    await router.play(NEXT, END)
+    assert router.outcomes() == {"first_turn": 1, outcome.value: 1}
+    assert router.metric("read_back_tokens_total") == read
+    assert router.metric("prompt_tokens_total") == 2 * 114
+    assert router.metric("handles_captured_total") == 2
+
+
+async def test_what_a_good_turn_counts() -> None:
+    clock = Clock()
+    router = harness(clock=clock)
+    envoy = router.envoy()
+    await envoy.request(TURN)
+    assert router.metric("live_streams") == 1
+    clock.now += 0.3
+    await envoy.respond(END)
+    await envoy.finish()
+    assert router.metric("live_streams") == 0
+    assert router.metric("turns_total", outcome="first_turn", api="chat", model="m") == 1
+    assert router.metric("time_to_first_byte_seconds_bucket", outcome="first_turn", le="0.2") == 0
+    assert router.metric("time_to_first_byte_seconds_bucket", outcome="first_turn", le="0.5") == 1
+    assert router.metric("prefill_duration_seconds_count") == 1
+    assert router.metric("sessions") == 1
+    assert router.metric("sessions_bytes") > 0
+    for name in NAMES - {"kvreturn_turn_errors_total", "kvreturn_store_errors_total"}:
+        if re.search(r"incomplete|failures|missing|stranded|retries|fallbacks|oversize|evicted|expired", name):
+            assert router.metric(name.removeprefix("kvreturn_")) == 0, name
+
+
+MISSING = [
+    ("SSE without a handle", Response(decode_events())),
+    ("JSON without a handle", Response([decode_body()], headers={"content-type": "application/json"})),
+    ("a handle without blocks", Response(decode_events(params=handle(remote_block_ids=[[]])))),
+]
+
+
+@pytest.mark.parametrize("response", [m[1] for m in MISSING], ids=[m[0] for m in MISSING])
+async def test_a_turn_without_a_handle_is_counted_and_the_next_one_says_why(response: Response) -> None:
+    """field report 53: vLLM 0.32.0 sends none in streams."""
+    router = harness()
+    await router.play(TURN, response)
+    assert router.metric("handles_missing_total") == 1
+    assert router.metric("handles_captured_total") == 0
+    await router.play(NEXT, END)
+    assert router.outcomes() == {"first_turn": 1, "no_handle_from_decode": 1}
+
+
+async def test_expiry_and_eviction_are_counted() -> None:
+    clock = Clock()
+    router = harness(clock=clock, store={"max_entries": 2})
+    for i in range(3):
+        await router.turn(f"Hi {i}")
+    assert router.metric("sessions_evicted") == 1
+    clock.now += 451
+    await router.turn("Hi 2", "Good morning", "And?")
+    assert router.outcomes() == {"first_turn": 3, "expired": 1}
+    assert router.metric("sessions_expired") == 2
+
+
+async def test_an_oversize_event_is_counted() -> None:
+    router = harness(limits={"event_bytes": 2000})
+    events = decode_events(params=handle(remote_block_ids=[list(range(1000))]))
+    pieces = [e[i : i + 500] for e in events for i in range(0, len(e), 500)]
+    envoy = await router.play(TURN, Response(pieces))
+    assert envoy.client.body == b"".join(decode_events())
+    assert router.metric("oversize_events_total") == 1
+    assert router.handles == 0
+
+
+async def test_models_are_labels_only_once_a_node_has_answered_to_them() -> None:
+    """A client could write anything there, in any number (field report 119)."""
+    router = harness()
+    for i in range(50):
+        refusal = Response([b"{}"], 404, {"content-type": "application/json"})
+        await router.play(Request(pieces=[chat("Hi", model=f"my secret {i}")]), refusal)
+    for i in range(50):
+        await router.play(Request(pieces=[chat("Hi", model=f"real-{i}")]), END)
+    text = router.world.metrics.expose().decode()
+    labels = set(re.findall(r'kvreturn_turns_total\{.*model="([^"]*)"', text))
+    assert labels == {"other", *(f"real-{i}" for i in range(32))}
+
+
+async def test_configured_models_are_the_only_labels() -> None:
+    router = harness(models={"m": {"proof": "off"}})
+    await router.play(TURN, END)
+    await router.play(Request(pieces=[chat("Hi", model="another")]), END)
+    await router.play(TURN, Response([b"{}"], 500, {"content-type": "application/json"}))
+    assert router.metric("turns_total", outcome="disabled", api="chat", model="m") == 2
+    assert router.metric("turns_total", outcome="first_turn", api="chat", model="other") == 1
+
+
+async def test_one_line_for_each_turn(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvreturn.turn")
+    clock = Clock()
+
+    def slow(body: bytes) -> Reply:
+        clock.now += 0.125
+        return connector(body)
+
+    router = harness(slow, clock)
+    await router.play(TURN, END)
+    envoy = router.envoy()
+    await envoy.request(NEXT)
+    clock.now += 0.25
+    await envoy.respond(END)
+    await envoy.finish()
+    await router.play(Request(pieces=[b"{}"]), END)
+    await router.play(Request("/v1/models", method="GET"), END)
+    first, second, refused = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
+    assert first == (
+        "turn outcome=first_turn api=chat model=m status=200 prompt=114 read=None local=None prefill_ms=125.0 "
+        "first_byte_ms=125.0 retries=0 fallback=False captured=True"
+    )
+    assert second == (
+        "turn outcome=hit api=chat model=m status=200 prompt=114 read=160 local=0 prefill_ms=125.0 "
+        "first_byte_ms=375.0 retries=0 fallback=False captured=True"
+    )
+    assert refused == (
+        "turn outcome=rejected api=chat model=- status=400 prompt=None read=None local=None prefill_ms=0.0 "
+        "first_byte_ms=- retries=0 fallback=False captured=False error=400"
+    )
+
+
+async def test_a_log_line_stays_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvreturn.turn")
+    router = harness()
+    await router.play(Request(pieces=[chat("Hi", model="m\nturn outcome=hit " + "x" * 100)]), END)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
+    assert "\n" not in line
+    assert "model=m?turn?outcome=hit?xxx" in line
+    assert len(line) < 300
+
+
+SECRETS = (
+    *("engine-of-d", "engine-of-p", "chatcmpl-d", "chatcmpl-p"),  # handles
+    *("10.0.0.1", "10.0.0.2", "127.0.0.1"),  # nodes
+    *("evil", "planted", "Good morning", "s3cr3t"),  # what clients and models say
+)
+
+
+async def converse(router: Harness) -> None:
+    """Turns that end in all kinds of ways, each with things in it that are nobody else's business."""
+    params = {"remote_host": "evil.example", "remote_engine_id": "evil"}
+    headers = {
+        "content-type": "application/json",
+        "authorization": "Bearer s3cr3t",
+        "x-request-id": "planted-id",
+        "x-kvreturn-node": "evil.example:1",
+    }
+
+    async def play(body: bytes, response: Response = END, path: str = "/v1/chat/completions") -> None:
+        await router.play(Request(path, [body], headers=headers), response)
+
+    await play(chat("planted", kv_transfer_params=params, model="planted model"))
+    await play(chat("planted", "Good morning", "planted", model="planted model", vllm_xargs=params))
+    await play(b'{"planted": ')
+    await play(b'{"messages": "planted"}')
+    await play(b'{"messages": [{"role": "planted", "content": "planted"}], "model": ["planted"]}')
+    await play(b'{"kv_transfer_params": {"planted"', path="/v1/responses")
+    await play(chat("planted"), Response([b'{"error": {"message": "planted evil"}}'], 400, {"content-type": "a/b"}))
+    await play(chat("planted"), Response([b'data: {"error": {"message": "planted", "code": 7}}\n\n']))
+    await play(chat("planted"), Response([b"planted"], headers={"content-encoding": "gzip", "content-type": "a/b"}))
+    await play(chat("planted"), Response([b"planted"], headers={"content-encoding": "br", "content-type": "a/b"}))
+    await play(chat("planted"), Response(decode_events(params=handle(remote_port="planted"))[:3]))
+
+
+async def test_nothing_that_is_nobodys_business_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    bad = replies(b'{"error": "planted, by evil at 10.0.0.1"}', 500)
+    node = FakePrefill(in_turn(replies(), replies(), bad, bad, replies(b"planted", 404), replies()))
+    async with node, live(node) as router:
+        await converse(router)
+        told = caplog.text + router.world.metrics.expose().decode()
+    # A model's name is told once a node has answered to it; `_created` samples are times, which hold any digits.
+    shown = re.compile(r"planted\?model|model=\"planted model\"|^kvreturn_\w+_created")
+    lines = [line for line in told.splitlines() if not shown.search(line)]
+    assert len(lines) > 50
+    for secret in SECRETS:
+        assert not [line for line in lines if secret in line], secret

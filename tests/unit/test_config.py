@@ -1,0 +1,243 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from kvreturn.config import ConfigError, Settings, load_settings
+
+SMALLEST = {"pools": {"prefill": ["10.0.0.1:8000"], "decode": ["10.1.0.1:8000"]}}
+
+
+def load(tmp_path: Path, text: str, **environ: str) -> Settings:
+    path = tmp_path / "kvreturn.yaml"
+    path.write_text(text)
+    return load_settings(path, environ)
+
+
+def errors(tmp_path: Path, text: str, **environ: str) -> list[str]:
+    with pytest.raises(ConfigError) as info:
+        load(tmp_path, text, **environ)
+    return str(info.value).replace(str(tmp_path / "kvreturn.yaml"), "FILE").splitlines()
+
+
+POOLS = """\
+pools:
+  prefill: [10.0.0.1:8000]
+  decode: ["[fd00::1]:8000", vllm-d.svc:8000]
+"""
+
+
+def test_the_smallest_file_is_enough(tmp_path: Path) -> None:
+    settings = load(tmp_path, POOLS)
+    assert settings.pools.decode == ["[fd00::1]:8000", "vllm-d.svc:8000"]
+    assert (settings.listen, settings.admin, settings.proof) == ("127.0.0.1:9090", "127.0.0.1:9091", "connector")
+    assert (settings.store.ttl, settings.store.deadline) == (450.0, 0.02)  # upstream's TTL, and design rule 4
+    assert (settings.limits.min_tokens, settings.limits.event_bytes) == (64, 4 << 20)  # vLLM's threshold
+    assert (settings.prefill.via, settings.prefill.on_failure) == ("envoy", "fallback")
+    assert (settings.envoy.request_body_mode, settings.envoy.response_body_mode) == ("BUFFERED", "STREAMED")
+
+
+def test_everything_can_be_set(tmp_path: Path) -> None:
+    text = (
+        POOLS
+        + """\
+listen: unix:/run/kvreturn.sock
+admin: null
+prefill: {via: direct, timeout: 2.5, on_failure: error}
+store: {ttl: 60, max_entries: 5, max_bytes: 1000, deadline: 0.5}
+proof: "off"
+models:
+  a: {proof: trusted}
+  b: {}
+secret: s3cret
+tenant_header: X-Tenant
+limits: {request_bytes: 1, event_bytes: 2, response_bytes: 3, min_tokens: 0}
+breaker: {failures: 1, window: 2}
+drain_timeout: 1
+envoy: {listen: "0.0.0.0:80", admin: "127.0.0.1:1"}
+"""
+    )
+    settings = load(tmp_path, text)
+    assert settings.listen == "unix:/run/kvreturn.sock"
+    assert settings.admin is None
+    assert settings.secret.get_secret_value() == "s3cret"
+    assert settings.tenant_header == "X-Tenant"
+    assert [settings.proof_for(m) for m in ("a", "b", "c", "")] == ["trusted", "off", "off", "off"]
+
+
+def test_the_secret_of_the_environment_comes_first(tmp_path: Path) -> None:
+    assert load(tmp_path, POOLS, KVRETURN_SECRET="env").secret.get_secret_value() == "env"
+    assert load(tmp_path, POOLS + "secret: file\n", KVRETURN_SECRET="env").secret.get_secret_value() == "env"
+    assert load(tmp_path, POOLS + "secret: file\n", KVRETURN_SECRET="").secret.get_secret_value() == "file"
+    assert load(tmp_path, POOLS).secret.get_secret_value() == ""
+
+
+def test_the_secret_is_never_printed(tmp_path: Path) -> None:
+    settings = load(tmp_path, POOLS + "secret: s3cret\n")
+    assert "s3cret" not in repr(settings) + str(settings) + settings.model_dump_json()
+    for text in ("secret: [s3cret]\n", "secret: {s3cret: 1}\n", "secrets: s3cret\n", "secret: 12345678\n"):
+        message = "\n".join(errors(tmp_path, POOLS + text))
+        assert "s3cret" not in message
+        assert "12345678" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "pools:\n  prefill: [a:1]\n  decod: [b:1]\n",
+            ["FILE:1: pools.decode: Field required", "FILE:3: pools.decod: unknown setting; did you mean `decode`?"],
+        ),
+        (POOLS + "lisen: a:1\n", ["FILE:4: lisen: unknown setting; did you mean `listen`?"]),
+        (
+            POOLS + "\n# a comment\nstore:\n  ttl: 5\n  max_entrys: 5\n",
+            ["FILE:8: store.max_entrys: unknown setting; did you mean `max_entries`?"],
+        ),
+        (POOLS + "zzz: 1\n", ["FILE:4: zzz: unknown setting"]),
+        (POOLS + "models:\n  m:\n    prof: off\n", ["FILE:6: models.m.prof: unknown setting; did you mean `proof`?"]),
+        (
+            POOLS + "models:\n  store:\n    prof: off\n",
+            ["FILE:6: models.store.prof: unknown setting; did you mean `proof`?"],
+        ),
+        (POOLS + "models:\n  envoy:\n    tl: 1\n", ["FILE:6: models.envoy.tl: unknown setting"]),
+        (POOLS + "store: {ttl: 0}\n", ["FILE:4: store.ttl: Input should be greater than 0"]),
+        (
+            POOLS + "store:\n  ttl: soon\n",
+            ["FILE:5: store.ttl: Input should be a valid number, unable to parse string as a number"],
+        ),
+        (
+            POOLS + "limits: {min_tokens: -1}\n",
+            ["FILE:4: limits.min_tokens: Input should be greater than or equal to 0"],
+        ),
+        (
+            POOLS + "limits: {request_bytes: 1.5}\n",
+            ["FILE:4: limits.request_bytes: Input should be a valid integer, got a number with a fractional part"],
+        ),
+        (POOLS + "proof: maybe\n", ["FILE:4: proof: Input should be 'connector', 'router', 'trusted' or 'off'"]),
+        (
+            "pools:\n  prefill: []\n  decode: [b:1]\n",
+            ["FILE:2: pools.prefill: List should have at least 1 item after validation, not 0"],
+        ),
+        ("{}\n", ["FILE:1: pools: Field required"]),
+        ("store: {ttl: 5}\n", ["FILE:1: pools: Field required"]),
+    ],
+)
+def test_every_problem_has_its_line_and_says_what_is_wrong(tmp_path: Path, text: str, expected: list[str]) -> None:
+    assert errors(tmp_path, text) == expected
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("10.0.0.1", "'10.0.0.1' is no host:port"),
+        ("fd00::1:80", "write an IPv6 address as [address]:port"),
+        ("host:99999", "'host:99999' is no host:port"),
+        ("http://host:80", "'http://host:80'"),
+    ],
+)
+def test_addresses_are_checked_one_by_one(tmp_path: Path, address: str, message: str) -> None:
+    text = f"pools:\n  prefill:\n    - a:1\n    - '{address}'\n  decode: [b:1]\n"
+    (line,) = errors(tmp_path, text)
+    assert line.startswith("FILE:4: pools.prefill.1: ")
+    assert message in line
+
+
+def test_a_socket_needs_an_absolute_path(tmp_path: Path) -> None:
+    assert load(tmp_path, POOLS + "listen: unix:/x\n").listen == "unix:/x"
+    for listen in ("unix:x", "unix:", "/x"):
+        (line,) = errors(tmp_path, POOLS + f"listen: {listen!r}\n")
+        assert line.startswith("FILE:4: listen: ")
+
+
+@pytest.mark.parametrize("value", [".inf", ".nan", "-.inf", "-1", "0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "store: {ttl: %s}",
+        "store: {deadline: %s}",
+        "prefill: {timeout: %s}",
+        "breaker: {window: %s}",
+        "drain_timeout: %s",
+    ],
+)
+def test_a_time_is_a_positive_number_of_seconds(tmp_path: Path, name: str, value: str) -> None:
+    (line,) = errors(tmp_path, POOLS + name % value + "\n")
+    assert line.startswith("FILE:4: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "admin: 127.0.0.1:9090\n",
+        "listen: 127.0.0.1:9091\n",
+        "envoy: {listen: 127.0.0.1:9090}\n",
+        "envoy: {listen: '127.0.0.1:5', prefill_listen: '127.0.0.1:5'}\n",
+        "envoy: {admin: 127.0.0.1:8000}\n",
+    ],
+)
+def test_no_two_servers_share_an_address(tmp_path: Path, text: str) -> None:
+    (line,) = errors(tmp_path, POOLS + text)
+    assert line.endswith("listen, admin, envoy.listen, envoy.prefill_listen and envoy.admin must all differ")
+
+
+def test_two_switched_off_servers_are_not_two_of_one_address(tmp_path: Path) -> None:
+    assert load(tmp_path, POOLS + "admin: null\nenvoy: {listen: '0.0.0.0:8000'}\n").admin is None
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "- a\n", "text\n", "5\n", "null\n"])
+def test_a_file_that_holds_no_mapping(tmp_path: Path, text: str) -> None:
+    assert errors(tmp_path, text) == ["FILE: the file must hold one mapping; see the README for the smallest one"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a: [1\n", "a: 'x\n", "\t a: 1\n", "a: 1\n--- \nb: 2\n", "a: !!python/name:os.system\n", "a: &x [*y]\n"]
+)
+def test_a_file_that_is_no_yaml(tmp_path: Path, text: str) -> None:
+    assert errors(tmp_path, text)[0].startswith("FILE: not YAML: ")
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "kvreturn.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not YAML"):
+        load_settings(path, {})
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file or directory"):
+        load_settings(tmp_path / "absent.yaml", {})
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_settings(tmp_path, {})
+
+
+@pytest.mark.parametrize("text", ["1: 2\n", "true: 2\n", "null: 2\n", "2026-01-01: 2\n", "[a]: 2\n"])
+def test_names_that_are_no_text_are_errors_too(tmp_path: Path, text: str) -> None:
+    assert errors(tmp_path, POOLS + text)[0].startswith("FILE")
+
+
+def test_settings_do_not_change() -> None:
+    settings = Settings.model_validate(SMALLEST)
+    with pytest.raises(ValidationError):
+        settings.store.ttl = 5  # type: ignore[misc]
+
+
+def models(model: type[BaseModel]) -> list[type[BaseModel]]:
+    nested = [f.annotation for f in model.model_fields.values() if isinstance(f.annotation, type)]
+    return [model, *(m for n in nested if issubclass(n, BaseModel) for m in models(n))]
+
+
+@pytest.mark.parametrize("model", models(Settings))
+def test_every_setting_is_described(model: type[BaseModel]) -> None:
+    for name, field in model.model_fields.items():
+        nested = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        assert field.description or nested, name
+
+
+def test_the_defaults_are_settings_that_a_file_may_hold(tmp_path: Path) -> None:
+    defaults: dict[str, Any] = json.loads(Settings.model_validate(SMALLEST).model_dump_json())
+    assert load(tmp_path, yaml.safe_dump(defaults | {"secret": ""})) == Settings.model_validate(SMALLEST)
+    assert all(math.isfinite(v) for v in defaults["store"].values())

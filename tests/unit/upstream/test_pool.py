@@ -1,0 +1,132 @@
+import pytest
+
+from kvreturn.upstream.pool import Pool
+
+A, B, C = "10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"
+
+
+class Clock:
+    """Time stands still until it is told to go on."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pool(clock: Clock) -> Pool:
+    return Pool([A, B, C], clock)
+
+
+def test_an_empty_pool_has_no_node(clock: Clock) -> None:
+    assert Pool([], clock).choose() is None
+    assert Pool([], clock).choose(prefer=A, avoid=B) is None
+
+
+def test_the_node_with_the_least_outstanding_tokens_is_chosen(pool: Pool) -> None:
+    pool.started(A, 100)
+    pool.started(B, 10)
+    assert pool.choose() == C
+    pool.started(C, 50)
+    assert pool.choose() == B
+    pool.finished(A, 100)
+    assert pool.choose() == A
+
+
+def test_requests_that_are_chosen_one_by_one_are_spread(pool: Pool) -> None:
+    chosen = []
+    for _ in range(6):
+        node = pool.choose()
+        assert node
+        pool.started(node, 10)
+        chosen.append(node)
+    assert sorted(chosen) == [A, A, B, B, C, C]
+
+
+def test_the_preferred_node_is_chosen_whatever_its_load(pool: Pool) -> None:
+    pool.started(B, 1_000_000)
+    assert pool.choose(prefer=B) == B
+
+
+def test_a_preferred_node_that_is_not_in_the_pool_changes_nothing(pool: Pool) -> None:
+    pool.started(A, 1)
+    assert pool.choose(prefer="10.9.9.9:1") == B
+
+
+def test_a_node_to_avoid_is_chosen_only_when_it_is_the_last(pool: Pool, clock: Clock) -> None:
+    for node in (B, C):
+        pool.started(node, 1000)
+    assert pool.choose(avoid=A) == B
+    assert pool.choose(prefer=A, avoid=A) == B
+    pool.unreachable(B)
+    assert pool.choose(avoid=A) == C
+    pool.unreachable(C)
+    assert pool.choose(avoid=A) == B
+    assert Pool([A], clock).choose(avoid=A) == A
+
+
+def test_a_node_that_failed_lately_is_chosen_only_when_all_did(pool: Pool) -> None:
+    pool.unreachable(A)
+    pool.started(B, 1000)
+    assert pool.choose(prefer=A) == C
+    pool.unreachable(B)
+    pool.unreachable(C)
+    assert pool.choose(prefer=A) == A
+    assert pool.choose() == A
+
+
+def test_a_node_is_out_longer_each_time_in_a_row(pool: Pool, clock: Clock) -> None:
+    for seconds in (1.0, 2.0, 5.0, 10.0, 30.0, 30.0, 30.0):
+        pool.unreachable(A)
+        clock.now += seconds - 0.01
+        assert pool.choose(prefer=A) == B
+        clock.now += 0.01
+        assert pool.choose(prefer=A) == A
+    pool.reachable(A)
+    pool.unreachable(A)
+    clock.now += 1.0
+    assert pool.choose(prefer=A) == A
+
+
+def test_requests_that_fail_together_count_as_one_failure(pool: Pool, clock: Clock) -> None:
+    # 20 requests under way when a node restarts must not keep it out for half a minute.
+    for _ in range(20):
+        pool.unreachable(A)
+    clock.now += 1.0
+    assert pool.choose(prefer=A) == A
+
+
+def test_a_node_that_answers_is_in_again_at_once(pool: Pool) -> None:
+    pool.unreachable(A)
+    pool.unreachable(A)
+    pool.reachable(A)
+    assert pool.choose(prefer=A) == A
+
+
+def test_what_is_told_of_other_addresses_is_ignored(pool: Pool) -> None:
+    for tell in (pool.unreachable, pool.reachable):
+        tell("10.9.9.9:1")
+    pool.started("10.9.9.9:1", 5)
+    pool.finished("10.9.9.9:1", 5)
+    assert pool.choose() == A
+
+
+def test_which_nodes_are_in_the_pool(pool: Pool, clock: Clock) -> None:
+    pool.unreachable(A)
+    assert A in pool
+    assert "10.9.9.9:1" not in pool
+    assert 5 not in pool
+    # Envoy tells IP addresses. Of nodes known by name, nobody can say that an address is not one of them.
+    assert "10.9.9.9:1" in Pool(["vllm-0.example.org:8000", A], clock)
+
+
+def test_an_address_named_twice_is_one_node(clock: Clock) -> None:
+    pool = Pool([A, A, B], clock)
+    pool.started(A, 1)
+    assert pool.choose() == B
