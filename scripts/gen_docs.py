@@ -1,8 +1,10 @@
-"""Write what is generated in the documentation: the configuration reference in README.md.
+"""Write what is generated in README.md: the outcomes and the configuration reference.
 
 usage: python scripts/gen_docs.py [--check]
 """
 
+import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,18 @@ from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
 
 from kvreturn.config import Model, Settings
+from kvreturn.core.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- begin: configuration -->", "<!-- end: configuration -->"
+
+
+def outcomes() -> str:
+    """The outcomes as a Markdown table, from the enumeration's source: Python keeps no docstrings of members."""
+    source = inspect.getsource(Outcome)
+    rows = re.findall(r'^    [A-Z_]+ = "([a-z_]+)"\n    """(.+?)"""', source, re.MULTILINE | re.DOTALL)
+    assert {name for name, _ in rows} == {o.value for o in Outcome}, "an outcome without a docstring"
+    texts = [(name, " ".join(text.split())) for name, text in rows]
+    return "\n".join(["| outcome | what became of reuse |", "|---|---|", *(f"| `{n}` | {t} |" for n, t in texts)])
 
 
 def configuration() -> str:
@@ -43,11 +54,13 @@ def _default(value: Any) -> str:  # noqa: ANN401 - any setting's value
 
 
 def readme() -> str:
-    """README.md with its generated part renewed."""
+    """README.md with its generated parts renewed."""
     text = (ROOT / "README.md").read_text()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    return f"{head}{BEGIN}\n{configuration()}\n{END}{tail}"
+    for name, make in (("outcomes", outcomes), ("configuration", configuration)):
+        begin, end = f"<!-- begin: {name} -->", f"<!-- end: {name} -->"
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}\n{make()}\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 if __name__ == "__main__":
