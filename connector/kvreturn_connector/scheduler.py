@@ -4,7 +4,6 @@ import hashlib
 import logging
 import threading
 import time
-from array import array
 from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from kvreturn_connector.sidechannel import Asker, listen
 
 logger = logging.getLogger("vllm.kvreturn")
 RELEASED = "kvreturn_released"  # attribute of the metadata that goes to the workers
-_PROMPT = "prompt"  # in P's report: digest of the whole prompt, for D
 
 
 @dataclass
@@ -87,7 +85,7 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
             self._warn(e.reason, f"prefill handle refused ({e}): computing")
             return None
         member = params.get(wire.MEMBER)
-        theirs = member.get(_PROMPT) if isinstance(member, Mapping) else None
+        theirs = member.get("prompt") if isinstance(member, Mapping) else None
         if theirs is not None and theirs != self._prompt_digest(request):
             self._warn("prompt", "the prefill node computed another prompt than ours (template? tokenizer?): computing")
             self._mismatched.add(request.request_id)
@@ -211,9 +209,8 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
 
     def _report(self, request: Any, read: _Read) -> dict[str, Any]:
         proven = read.offer.proven if read.offer else 0
-        report = wire.dump_report(wire.Report(proven, read.read, read.local, read.reason))
-        report[_PROMPT] = self._prompt_digest(request)
-        return report
+        report = wire.Report(proven, read.read, read.local, read.reason, self._prompt_digest(request))
+        return wire.dump_report(report)
 
     def _returned(
         self, request: Any, params: Mapping[str, Any], delay: bool, out: dict[str, Any]
@@ -309,13 +306,12 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
         return extra
 
     def _prompt_digest(self, request: Any) -> str | None:
-        """Stands for the whole prompt and all that its KV depends on; None if it cannot be told."""
+        """See `wire.prompt_digest`; None if it cannot be told."""
         tokens = request.prompt_token_ids
         if tokens is None or request.prompt_embeds is not None:
             return None
         inputs = [(f.identifier, f.mm_position.offset, f.mm_position.length) for f in request.mm_features or ()]
-        digest = hashlib.sha256(self._seed(request) + array("I", tokens).tobytes() + repr(inputs).encode())
-        return digest.hexdigest()[:16]
+        return wire.prompt_digest(tokens, self._seed(request), repr(inputs).encode() if inputs else b"")
 
     def _warn(self, key: str, text: str) -> None:
         """Say a thing once per process: a broken client would otherwise fill the log."""

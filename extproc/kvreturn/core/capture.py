@@ -71,7 +71,7 @@ class StreamCapture:
         self._decoder = SSEDecoder()
         self._unread: list[bytes] = []
         self._unread_bytes = 0
-        self._dropped = False  # the last event was; a rest of its blank line may follow
+        self._dropped = False  # the last event was; more of its blank lines may follow
         self._stripper: MemberStripper | None = None  # while an event over the limit passes, or after a failure
         self._last = b""  # the last bytes that went through the stripper
 
@@ -125,10 +125,11 @@ class StreamCapture:
         return b"".join([self._event(event) for event in split_events(text)])
 
     def _event(self, event: Event) -> bytes:
-        dropped, self._dropped = self._dropped, False
+        if self._dropped and not event.raw.strip(b"\r\n"):
+            return b""  # clients take a blank line too many for an empty event (field report 38)
+        self._dropped = False
         if event.data is None or not any(needle in event.data for needle in _NEEDLES):
-            # Clients take a blank line too many for an empty event (field report 38).
-            return b"" if dropped and not event.raw.strip(b"\r\n") else event.raw
+            return event.raw
         try:
             stripped, handle = strip_body(event.data)
         except JSONTextError:

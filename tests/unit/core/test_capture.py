@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvreturn.core import capture as module
 from kvreturn.core.api import Chat, Completions
@@ -65,6 +67,10 @@ PLACES: dict[str, tuple[bytes, bytes]] = {
         + b": end\n\n"
         + DONE,
         TEXT + FINISH + b": keep-alive\n\n: end\n\n" + DONE,
+    ),
+    "in its own event, with more blank lines behind it": (
+        TEXT + FINISH + event({"kv_transfer_params": HANDLE}) + b"\n\n\n" + DONE,
+        TEXT + FINISH + DONE,
     ),
     "at the very end": (
         TEXT + FINISH + event({"kv_transfer_params": HANDLE}),
@@ -246,20 +252,17 @@ def test_broken_json_in_the_middle_hides_nothing_that_follows(broken: bytes, lef
 
 
 @pytest.mark.parametrize(
-    "tail",
+    ("tail", "left"),
     [
-        b'data: {"a":1, "kv_transfer_params":{"b":',
-        b'data: {"a":1, "kv_tr',
-        b'data: {"kv_transfer_params":{"b":1}, "c":"d',
+        (b'data: {"a":1, "kv_transfer_params":{"b":', b'data: {"a":1'),
+        (b'data: {"a":1, "kv_tr', b'data: {"a":1, "kv_tr'),
+        (b'data: {"kv_transfer_params":{"b":1},"c":"d', b'data: {"c":"d'),
     ],
 )
-def test_what_a_stream_breaks_off_with_is_neither_lost_nor_leaked(tail: bytes) -> None:
-    kept = {b'data: {"a":1, "kv_transfer_params":{"b":': b'data: {"a":1', b'data: {"a":1, "kv_tr': tail}.get(
-        tail, b'data: { "c":"d'
-    )
+def test_what_a_stream_breaks_off_with_is_neither_lost_nor_leaked(tail: bytes, left: bytes) -> None:
     for pieces in [[TEXT + tail], *map(list, cuts.in_two(TEXT + tail))]:
         out, capture = run(pieces)
-        assert out.replace(b"{ ", b"{") == (TEXT + kept).replace(b"{ ", b"{")
+        assert out == TEXT + left
         assert capture.handle is None
 
 
@@ -272,6 +275,44 @@ def test_nothing_waits_but_an_incomplete_event() -> None:
         complete = sent.rfind(b"\n\n") + 2 if b"\n\n" in sent else 0
         assert capture._decoder.pending == len(sent) - complete
     assert streaming().decode(event(chunk("x"))) == event(chunk("x"))
+
+
+SECRET = b'{"remote_block_ids":[[1,2]],"remote_host":"SECRET","k":{"a":[1,{"b":"}"}]}}'
+LINES = st.lists(
+    st.sampled_from(
+        [
+            b': comment "x{',
+            b"event: x",
+            b"data: [DONE]",
+            b'data: {"a":"b',
+            b'data: {"choices":[{]',
+            b'data:{"choices":[],"kv_transfer_params":' + SECRET + b"}",
+            b'data: {"choices":[{"delta":{"content":"\\"kv_transfer_params {"}}] , "kv_transfer_params" : '
+            + SECRET
+            + b',"z":1}',
+            b'data: {"choices":[{"delta":{"content":"Hi"}}]}',
+        ]
+    ),
+    max_size=6,
+)
+
+
+@given(
+    LINES,
+    st.lists(st.sampled_from([b"\n", b"\r\n", b"\r"]), min_size=1, max_size=3),
+    st.lists(st.integers(0, 900), max_size=8),
+)
+def test_no_cut_and_no_limit_lets_a_handle_through(lines: list[bytes], ends: list[bytes], offsets: list[int]) -> None:
+    blank = [end * (2 + i % 3) for i, end in enumerate(ends)]
+    text = b"".join(line + blank[i % len(blank)] for i, line in enumerate(lines))
+    expected, whole = run([text])
+    assert b"SECRET" not in expected
+    out, capture = run(cuts.at(offsets, text))
+    assert (out, capture.handle) == (expected, whole.handle)
+    for limit in (5, 60, 150):
+        out, capture = run(cuts.at(offsets, text), limit)
+        assert b"SECRET" not in out
+        assert capture.failed is None
 
 
 # --- real streams ---
@@ -532,14 +573,14 @@ def test_a_body_without_a_handle_passes_byte_for_byte(text: bytes) -> None:
     [
         (b'{"a":1,"kv_transfer_params":{"b":', b'{"a":1'),
         (b'{"a":1,"kv_transfer_params":{"b":1},"c":2', b'{"a":1,"c":2'),
-        (b'{"kv_transfer_params":{"b":1}} x', b"{} x"),
+        (b'{"kv_transfer_params":{"b":1} x}', b"{}"),
     ],
 )
 def test_a_broken_body_leaks_nothing(text: bytes, left: bytes) -> None:
-    for pieces in [[text], *map(list, cuts.in_two(text[:-1]))]:
-        out, rest, capture = run_body([*pieces, text[-1:]] if len(pieces) > 1 else pieces)
+    for pieces in [[text], *map(list, cuts.in_two(text)), cuts.singly(text)]:
+        out, rest, capture = run_body(pieces)
         assert b"".join(out) + rest == left
-        assert capture.handle in (None, b'{"b":1}')
+        assert capture.handle is None
 
 
 @pytest.mark.parametrize("path", corpus.files("samples/*_response.json"))
