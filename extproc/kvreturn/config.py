@@ -60,6 +60,12 @@ class Prefill(_Model):
         "or 504.",
     )
 
+    pass_token_ids: bool = Field(
+        default=True,
+        description="Have the prefill node tell the decode node the token ids of a text chat's prompt: it need not "
+        "tokenize again, and both mean the same prompt even if the template puts in the time of day.",
+    )
+
 
 class Store(_Model):
     """The session store."""

@@ -115,7 +115,7 @@ def test_fr57_keys_that_are_not_known_survive() -> None:
 def test_fr58_each_node_gets_the_others_parameters_and_its_own_direction() -> None:
     handle = d_handle(proof=False)
     drive = Drive(NEXT, [found(handle), p_reply()], TRUSTED)
-    limited = {**NEXT, "stream": False, "max_tokens": 1}
+    limited = {**NEXT, "stream": False, "max_tokens": 1, "return_token_ids": True}
     assert drive.p_bodies == [
         limited | {"kv_transfer_params": handle | {"do_remote_decode": True, "do_remote_prefill": False}}
     ]

@@ -10,11 +10,12 @@ from typing import Any
 from kvreturn.core import wire
 from kvreturn.core.api import API, Chat
 from kvreturn.core.capture import Capture, open_capture
+from kvreturn.core.facts import Facts
 from kvreturn.core.fingerprint import Scope
 from kvreturn.core.handle import Handle
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Ask, Effect, Failure, Forward, Put, Record, Refuse, Reply, Take, Taken
-from kvreturn.core.turn import Facts, Policy, Turn
+from kvreturn.core.turn import Policy, Turn
 
 Json = dict[str, Any]
 SCOPE = Scope(b"key", b"tenant")

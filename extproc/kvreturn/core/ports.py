@@ -1,7 +1,7 @@
 """What the core asks of the world, and what it gets back. Adapters implement these; the core names them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -91,6 +91,7 @@ class Ask:
         prefer: address of the node to choose if it is well.
         avoid: address of a node not to choose if there is another.
         last: whether all the time that is left may be spent; otherwise some is kept for another try.
+        within: seconds that it may take in any case; None for no limit of its own.
     """
 
     path: str
@@ -99,6 +100,7 @@ class Ask:
     prefer: str | None = None
     avoid: str | None = None
     last: bool = False
+    within: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class Reply:
         body: of the answer.
         content_type: of the answer.
         failure: how it failed, if there was no answer.
+        headers: others of the answer that mean something to a client that is refused.
     """
 
     node: str | None
@@ -118,6 +121,7 @@ class Reply:
     body: bytes = b""
     content_type: str = "application/json"
     failure: Failure | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 Effect = Take | Ask
@@ -143,6 +147,7 @@ class Refuse:
     status: int
     body: bytes
     content_type: str = "application/json"
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

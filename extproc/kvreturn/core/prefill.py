@@ -23,12 +23,26 @@ class PrefillAnswer:
         params: its `kv_transfer_params`, raw, for D.
         usage: token counts as P has them.
         report: what our connector on P says; None from a stock P.
+        prompt_ids: the prompt's token ids as P has them, raw; None if it was not asked for them.
     """
 
     node: str | None
     params: bytes
     usage: Usage
     report: wire.Report | None
+    prompt_ids: bytes | None = None
+
+    def decode_params(self, *, keep: bool) -> bytes:
+        """P's object for D: whole, with the prompt's token ids, so that D need not tokenize and means the same prompt.
+
+        Args:
+            keep: whether D's blocks will be wanted after the turn. If not, our connector on D pins nothing.
+        """
+        put = {} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids}
+        if not keep:
+            report = {} if self.report is None else wire.dump_report(self.report)
+            put[wire.MEMBER] = json.dumps({"v": wire.VERSION, **report, "keep": False}).encode()
+        return ObjectText(self.params).edit(put=put) if put else self.params
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +67,7 @@ def read_prefill(reply: Reply) -> PrefillAnswer | PrefillError:
     if reply.failure:
         return PrefillError(reply.node, reply.failure.value, failure=reply.failure)
     if reply.status in _CLIENT_ERRORS:
-        refusal = Refuse(reply.status, reply.body, reply.content_type)
+        refusal = Refuse(reply.status, reply.body, reply.content_type, reply.headers)
         return PrefillError(reply.node, str(reply.status), refusal)
     if reply.status != _OK:
         return PrefillError(reply.node, str(reply.status))
@@ -74,4 +88,5 @@ def read_prefill(reply: Reply) -> PrefillAnswer | PrefillError:
         report = wire.load_report(obj.get(wire.MEMBER))
     except wire.WireError:
         report = None
-    return PrefillAnswer(reply.node, params, usage, report)
+    ids = body.get("prompt_token_ids")
+    return PrefillAnswer(reply.node, params, usage, report, ids if ids is not None and ids[:1] == b"[" else None)

@@ -5,13 +5,14 @@ order of things is read from top to bottom, and whoever drives it owns sockets, 
 """
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from kvreturn.core.address import split_address
-from kvreturn.core.api.base import API, Answer, BadRequestError, Prompt, Usage, error_body, read_model
+from kvreturn.core.api.base import API, Answer, BadRequestError, Prompt, error_body, read_model
 from kvreturn.core.attach import Attached, Objection, prove_with_tokens, read_tokens
 from kvreturn.core.capture import Capture
+from kvreturn.core.facts import Facts
 from kvreturn.core.fingerprint import Scope, Trail
 from kvreturn.core.handle import COLD, PARAMS, Handle, HandleError, direct, read_handle, sealed
 from kvreturn.core.jsontext import JSONTextError, ObjectText
@@ -32,6 +33,7 @@ from kvreturn.core.ports import (
 from kvreturn.core.prefill import PrefillAnswer, PrefillError, read_prefill
 from kvreturn.core.scrub import scrub_body
 
+_TOKENIZE_SECONDS = 2.0  # /tokenize took 27 ms for 8,800 tokens; a node that takes longer is no help
 _TTL_MARGIN = 10.0  # P declines reads within 5 s of D's expiry (vLLM 0.32.0); the rest is for the way there
 T = TypeVar("T")
 
@@ -46,6 +48,7 @@ class Policy:
         fallback: whether D does the turn alone when prefill failed.
         ttl: seconds for which a handle may be used.
         secret: shared with the nodes; empty where none is configured.
+        pass_token_ids: whether P tells D the prompt's token ids.
     """
 
     proof: Literal["connector", "router", "trusted", "off"]
@@ -53,42 +56,12 @@ class Policy:
     fallback: bool = True
     ttl: float = 450.0
     secret: bytes = b""
+    pass_token_ids: bool = True
 
     @property
     def strict(self) -> bool:
         """Whether fingerprints must be equal to the letter, since nothing else is checked."""
         return self.proof == "trusted"
-
-
-@dataclass(slots=True)
-class Facts:
-    """What happened in a turn, for metrics, traces and logs. Token counts are None where nobody told.
-
-    Attributes:
-        outcome: what became of reuse.
-        detail: a word more, from P's report or our own checks.
-        held: tokens that D held under the handle that was attached.
-        proven: how many of them were proven to be the new prompt's prefix.
-        read: how many of them P read back.
-        local: how many tokens P had in its own prefix cache.
-        prefill: usage as P counted it.
-        handle_age: seconds from capture to use.
-        retries: prefill requests beyond the first.
-        fallback: whether D did the turn alone.
-        captured: whether this turn left a handle for the next one.
-    """
-
-    outcome: Outcome = Outcome.FIRST_TURN
-    detail: str | None = None
-    held: int | None = None
-    proven: int | None = None
-    read: int | None = None
-    local: int | None = None
-    prefill: Usage = field(default_factory=Usage)
-    handle_age: float | None = None
-    retries: int = 0
-    fallback: bool = False
-    captured: bool = False
 
 
 class Turn:
@@ -183,7 +156,7 @@ class Turn:
         if tokens is None:
             if not self.prompt.tokenizable:
                 raise Objection(Outcome.UNPROVEN, "not_tokenizable")
-            ask = Ask("/tokenize", self.api.tokenize_body(self._body), tokens=handle.tokens, prefer=node)
+            ask = Ask("/tokenize", self.api.tokenize_body(self._body), prefer=node, within=_TOKENIZE_SECONDS)
             reply = _expect(Reply, (yield ask))
             tokens, node = read_tokens(reply), reply.node
         salt = self._body.load("cache_salt") or ""
@@ -221,9 +194,11 @@ class Turn:
     def _ask(
         self, params: bytes, avoid: str | None, *, last: bool
     ) -> Generator[Effect, Taken | Reply, PrefillAnswer | PrefillError]:
+        assert self.prompt
+        ids = self._policy.pass_token_ids and self.prompt.passes_ids
         ask = Ask(
             self.api.path,
-            self.api.prefill_body(self._body, params),
+            self.api.prefill_body(self._body, params, ids=ids),
             tokens=len(self._body.text) // 4,
             prefer=self.prefill_node if self.prefill_node != avoid else None,
             avoid=avoid,
@@ -232,6 +207,7 @@ class Turn:
         return read_prefill(_expect(Reply, (yield ask)))
 
     def _forward(self, answer: PrefillAnswer, attached: Attached | None) -> Forward:
+        assert self.prompt
         self.prefill_node = answer.node
         self.facts.prefill = answer.usage
         if answer.report:
@@ -243,25 +219,16 @@ class Turn:
                 # P rendered another prompt than /tokenize did, so what it read may not be this prompt's prefix.
                 self.facts.outcome, self.facts.detail = Outcome.UNPROVEN, "tokenize_mismatch"
                 return self._alone()
-            self._grade(attached, answer)
-        return Forward(self._body.edit(put={PARAMS: answer.params}), self.decode_node)
+            if self._policy.proof == "connector":
+                self.facts.grade_report(answer.report)
+            else:
+                self.facts.grade()
+        keep = self._policy.proof != "off" and self.prompt.choices == 1
+        return Forward(self._body.edit(put={PARAMS: answer.decode_params(keep=keep)}), self.decode_node)
 
     def _alone(self) -> Forward:
         self.facts.fallback = True
         return Forward(self._body.text, self.decode_node)
-
-    def _grade(self, attached: Attached, answer: PrefillAnswer) -> None:
-        """The outcome of a turn whose P leg carried a handle and was answered."""
-        facts, held = self.facts, attached.handle.tokens
-        if self._policy.proof == "connector":
-            if answer.report is None:
-                facts.outcome, facts.detail = Outcome.UNPROVEN, "no_report"
-                return
-            facts.proven, facts.read, facts.detail = answer.report.proven, answer.report.read, answer.report.reason
-            if not answer.report.read:
-                facts.outcome = _REPORTED.get(answer.report.reason or "", Outcome.UNPROVEN)
-                return
-        facts.outcome = Outcome.HIT if (facts.proven or 0) >= held else Outcome.PARTIAL_HIT
 
     # --- the response ---
 
@@ -305,18 +272,6 @@ class Turn:
         if handle.proof:
             ttl = min(ttl, max(handle.proof.ttl - _TTL_MARGIN, 0.0))
         return Record(ttl, handle.raw, None, node, self.prefill_node)
-
-
-_REPORTED = {
-    "local_hit": Outcome.LOCAL_HIT,
-    "below_threshold": Outcome.BELOW_THRESHOLD,
-    "not_a_continuation": Outcome.NOT_A_CONTINUATION,
-    "expired": Outcome.EXPIRED,
-    "node_gone": Outcome.NODE_GONE,
-    "used": Outcome.NODE_GONE,
-    "read_failed": Outcome.READ_FAILED,
-}
-"""P's reasons (docs/handle-format.md) that have an outcome of their own; all others mean `unproven`."""
 
 
 def _expect(kind: type[T], value: object) -> T:

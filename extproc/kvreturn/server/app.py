@@ -68,8 +68,7 @@ class Router:
             seconds: how long running streams may take; what is left then is cancelled.
         """
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        if self._service.running:
-            await asyncio.sleep(min(_NOTICE, seconds))
+        await asyncio.sleep(min(_NOTICE, seconds))
         await self._server.stop(seconds)
         # `stop` does not wait for handlers that called abort (grpc#37239).
         if self._service.running:

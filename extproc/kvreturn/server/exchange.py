@@ -252,7 +252,7 @@ class Exchange:
         self.over = True
         if self._record:
             self._record.refused(refusal.status)
-        headers = {"content-type": refusal.content_type}
+        headers = {**refusal.headers, "content-type": refusal.content_type}
         return [immediate(refusal.status, refusal.body, details, headers)]
 
     # --- response ---

@@ -78,6 +78,7 @@ class World:
             min_tokens=settings.limits.min_tokens,
             fallback=settings.prefill.on_failure == "fallback",
             ttl=settings.store.ttl,
+            pass_token_ids=settings.prefill.pass_token_ids,
             secret=settings.secret.get_secret_value().encode(),
         )
 

@@ -13,6 +13,7 @@ from kvreturn.upstream.pool import Pool
 
 NODE_HEADER = "x-kvreturn-node"
 UPSTREAM_HEADER = "x-kvreturn-upstream"
+_TOLD = ("retry-after", "www-authenticate")  # what a refusal of the node tells the client besides its body
 _FIRST_SHARE = 0.5  # of the time for the leg: what is left is for the cold retry
 _CONNECT = 2.0  # seconds for the TCP handshake
 _BODY_LIMIT = 64 << 20
@@ -70,7 +71,8 @@ class PrefillClient:
             return Reply(None, failure=Failure.CONNECT)
         self._pool.started(node, ask.tokens)
         try:
-            async with asyncio.timeout(seconds if ask.last else seconds * _FIRST_SHARE):
+            share = seconds if ask.last else seconds * _FIRST_SHARE
+            async with asyncio.timeout(share if ask.within is None else min(share, ask.within)):
                 reply = await self._post(node, ask, headers)
         except aiohttp.ConnectionTimeoutError:
             self._pool.unreachable(node)
@@ -106,4 +108,5 @@ class PrefillClient:
             # Envoy may have chosen another node than the one we asked for, if that one is down.
             upstream = response.headers.get(UPSTREAM_HEADER) if self._through else None
             content_type = response.headers.get("content-type", "application/octet-stream")
-            return Reply(upstream or node, response.status, bytes(body), content_type)
+            told = {h: response.headers[h] for h in _TOLD if h in response.headers}
+            return Reply(upstream or node, response.status, bytes(body), content_type, headers=told)

@@ -27,7 +27,7 @@ def read(*messages: Json, strict: bool = False, **more: Any) -> Prompt:  # noqa:
 
 
 def prefill(**more: Any) -> Json:  # noqa: ANN401 - JSON
-    body: Json = json.loads(CHAT.prefill_body(body_of(**more), PARAMS))
+    body: Json = json.loads(CHAT.prefill_body(body_of(**more), PARAMS, ids=False))
     return body
 
 
@@ -155,7 +155,7 @@ def test_fr59_p_gets_the_parameters_it_was_given_and_no_others() -> None:
 def test_fr63_all_else_reaches_p_byte_for_byte() -> None:
     messages = b'[ {"role":"user", "content":"\\u00e9 \\/ 1.50"} ]'
     raw = b'{"model" : "m","messages":%b,"top_p":0.10,"min_tokens":2 , "tools":[ ]}' % messages
-    out = CHAT.prefill_body(ObjectText(raw), b"{}")
+    out = CHAT.prefill_body(ObjectText(raw), b"{}", ids=False)
     assert out == (
         b'{"model" : "m","messages":%b,"top_p":0.10 , "tools":[ ],"stream":false,"max_tokens":1,'
         b'"kv_transfer_params":{}}' % messages

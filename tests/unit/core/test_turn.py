@@ -207,6 +207,46 @@ def test_a_first_turn_goes_cold_to_p_and_ps_parameters_to_d() -> None:
     assert drive.judge.succeeded == []
 
 
+def with_ids(report: Json | None = None) -> Reply:
+    reply = p_reply(report)
+    return replace(reply, body=compact(json.loads(reply.body) | {"prompt_token_ids": [1, 89, 643]}))
+
+
+def test_d_gets_the_token_ids_that_p_rendered() -> None:
+    drive = Drive(FIRST, [Taken(), with_ids()])
+    assert drive.p_bodies[0]["return_token_ids"] is True
+    assert drive.d_body == FIRST | {"kv_transfer_params": p_params() | {"prompt_token_ids": [1, 89, 643]}}
+
+
+IMAGE = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/a.png"}}]}]}
+
+
+@pytest.mark.parametrize(
+    "drive",
+    [
+        pytest.param(Drive(FIRST | IMAGE), id="media: vLLM would ignore them"),
+        pytest.param(Drive({"model": "m", "prompt": "Hi"}, api=Completions()), id="completions: vLLM knows none there"),
+        pytest.param(Drive(FIRST, policy=replace(CONNECTOR, pass_token_ids=False)), id="switched off"),
+    ],
+)
+def test_p_is_not_asked_for_token_ids_that_d_would_not_take(drive: Drive) -> None:
+    assert "return_token_ids" not in drive.p_bodies[0]
+
+
+def test_the_clients_own_wish_for_token_ids_stays_with_d() -> None:
+    drive = Drive(FIRST | {"return_token_ids": False}, [Taken(), with_ids()])
+    assert drive.p_bodies[0]["return_token_ids"] is True
+    assert drive.d_body["return_token_ids"] is False
+
+
+@pytest.mark.parametrize("report", [None, {"proven": 0, "read": 0, "local": 32, "prompt": "0123456789abcdef"}])
+@pytest.mark.parametrize(("body", "policy"), [(FIRST, OFF), (FIRST | {"n": 2}, CONNECTOR)], ids=["off", "n=2"])
+def test_d_is_told_to_keep_nothing_that_will_not_be_wanted(body: Json, policy: Policy, report: Json | None) -> None:
+    replies: list[Taken | Reply] = [p_reply(report)] if policy is OFF else [Taken(), p_reply(report)]
+    drive = Drive(body, replies, policy)
+    assert drive.d_body["kv_transfer_params"] == p_params() | {"kvreturn": {"v": 1, **(report or {}), "keep": False}}
+
+
 def test_with_the_connector_p_gets_the_handle_sealed() -> None:
     handle = d_handle()
     drive = reported({"proven": 160, "read": 160}, handle)
@@ -442,7 +482,7 @@ def test_fr85_nothing_that_a_client_says_of_transfers_reaches_a_node() -> None:
 
 
 def test_fr89_all_that_d_gets_is_what_the_client_sent() -> None:
-    raw = b'{"model" : "m","messages":[ {"role":"user","content":"\\u00e9 1.50"} ] ,"n":1.0e0, "temperature":0.10}'
+    raw = b'{"model" : "m","messages":[ {"role":"user","content":"\\u00e9 1.50"} ] ,"n": 1, "temperature":1.0e-1}'
     drive = Drive(raw)
     assert isinstance(drive.decision, Forward)
     assert drive.decision.body == raw[:-1] + b',"kv_transfer_params":' + compact(p_params()) + b"}"

@@ -196,6 +196,16 @@ async def test_what_p_has_against_the_request_goes_to_the_client_as_p_said_it(
         assert router.metric("turn_errors_total", type=str(status)) == 1
 
 
+@pytest.mark.parametrize(("name", "value"), [("retry-after", "7"), ("www-authenticate", "Bearer")])
+async def test_a_refusal_of_ps_keeps_the_headers_that_tell_the_client_what_to_do(name: str, value: str) -> None:
+    node = FakePrefill(replies(b"{}", 429, {name: value, "x-node": "secret"}))
+    async with node, live(node) as router:
+        envoy = await router.play(TURN, END)
+        assert envoy.client.headers
+        assert envoy.client.headers[name] == value
+        assert "x-node" not in envoy.client.headers
+
+
 @pytest.mark.parametrize("failure", ["500", "cut off", "no parameters"])
 async def test_a_handle_is_spent_by_its_first_try(failure: str) -> None:
     """Rule 2: a retry is cold, whatever became of the read."""

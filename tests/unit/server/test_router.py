@@ -195,11 +195,14 @@ async def test_a_drain_ends_in_time_whatever_runs(tmp_path: Path, monkeypatch: p
                 await stream.receive()
 
 
-async def test_a_drain_without_streams_is_quick(node: FakePrefill, tmp_path: Path) -> None:
+async def test_a_drain_gives_envoy_a_second_to_notice_and_is_quick_beyond_that(
+    node: FakePrefill, tmp_path: Path
+) -> None:
+    """Until Envoy's health check sees it, it still sends streams: refusing them at once would be errors to clients."""
     config = settings(listen=f"unix:{tmp_path}/router", pools={"prefill": [node.address], "decode": [DECODE]})
     async with running(config):
         begun = time.monotonic()
-    assert time.monotonic() - begun < 0.3
+    assert 1.0 <= time.monotonic() - begun < 1.3
 
 
 async def test_a_handler_that_aborts_is_waited_for(

@@ -104,11 +104,13 @@ async def node() -> AsyncIterator[FakePrefill]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_ends_an_idle_router_at_once(number: signal.Signals, node: FakePrefill, tmp_path: Path) -> None:
+async def test_a_signal_ends_an_idle_router_within_the_notice_to_envoy(
+    number: signal.Signals, node: FakePrefill, tmp_path: Path
+) -> None:
     async with serving(tmp_path, node) as router:
         begun = time.monotonic()
         assert await router.end(number) == 0
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 2
         assert "Traceback" not in router.stderr
         assert router.stderr.rstrip().endswith("stopped")
         assert not (tmp_path / "router.sock").exists()

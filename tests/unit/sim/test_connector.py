@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -32,7 +33,9 @@ async def report(c: Cluster, prompt: list[int], params: Json, **more: object) ->
     assert tokens(answer) == tokens(await c.expected(COMPLETIONS, body))
     assert c.p.stats.engine_alive
     assert answer["kv_transfer_params"]["do_remote_prefill"] is True
-    return wire.load_report(answer["kv_transfer_params"]["kvreturn"])
+    told = wire.load_report(answer["kv_transfer_params"]["kvreturn"])
+    assert told.prompt
+    return replace(told, prompt=None)
 
 
 async def test_the_handle_proves_every_block_and_tells_the_generated_tokens(cluster: Make) -> None:
@@ -274,6 +277,31 @@ async def test_d_computes_where_p_cannot_be_read(cluster: Make) -> None:
     assert status == 200
     assert tokens(answer) == tokens(await c.expected(COMPLETIONS, body))
     assert answer["kv_transfer_params"]["kvreturn"]["v"] == 1
+
+
+async def test_d_computes_where_p_computed_another_prompt_and_frees_its_blocks(cluster: Make) -> None:
+    """The minute turns between the two legs, and with it the rendered prompt; its length stays the same."""
+    c = await cluster(template="dated_minute", **PLUGIN)
+    body: Json = {"messages": [{"role": "user", "content": "Hi " * 50}], "max_tokens": 20}
+    await c.clock.advance(45)
+    _, at_p = await c.prefill(CHAT, body)
+    await c.clock.advance(20)
+    status, answer = await c.post(c.d, CHAT, {**body, "kv_transfer_params": at_p["kv_transfer_params"]})
+    assert status == 200
+    assert answer["choices"][0]["message"] == (await c.expected(CHAT, body))["choices"][0]["message"]
+    assert (c.d.stats.read_tokens, c.p.stats.leases) == (0, 0)
+
+
+async def test_d_keeps_nothing_that_nobody_will_come_back_for(cluster: Make) -> None:
+    c = await cluster(**PLUGIN)
+    body = generate(ids(1, 100))
+    _, at_p = await c.prefill(COMPLETIONS, body)
+    params = at_p["kv_transfer_params"]
+    params["kvreturn"]["keep"] = False
+    status, answer = await c.post(c.d, COMPLETIONS, {**body, "kv_transfer_params": params})
+    assert status == 200
+    assert answer["kv_transfer_params"] is None
+    assert c.d.stats.blocks_used == 0
 
 
 async def test_several_choices_keep_nothing_and_give_no_handle(cluster: Make) -> None:

@@ -26,6 +26,7 @@ class Prompt:
         stream: whether the answer is streamed.
         tokenizable: whether `/tokenize` of vLLM renders exactly this prompt.
         tokens: the prompt's token ids, where the client sent just these.
+        passes_ids: whether D takes P's token ids in place of its own tokenizing (vLLM 0.32.0: chat without media).
     """
 
     model: str
@@ -36,6 +37,7 @@ class Prompt:
     stream: bool
     tokenizable: bool
     tokens: Sequence[int] | None = None
+    passes_ids: bool = False
 
 
 @dataclass(slots=True)
@@ -124,8 +126,14 @@ class API(Protocol):
             BadRequestError: the prompt is missing or has no shape the API knows.
         """
 
-    def prefill_body(self, body: ObjectText, params: bytes) -> bytes:
-        """The P leg's body: same prompt, one token, not streamed, with `params` as `kv_transfer_params`."""
+    def prefill_body(self, body: ObjectText, params: bytes, *, ids: bool) -> bytes:
+        """The P leg's body: same prompt, one token, not streamed, with `params` as `kv_transfer_params`.
+
+        Args:
+            body: the client's body.
+            params: raw.
+            ids: whether P is to answer with the prompt's token ids; only if `Prompt.passes_ids`.
+        """
 
     def tokenize_body(self, body: ObjectText) -> bytes:
         """Body for vLLM's `/tokenize` that renders the same prompt."""
@@ -137,15 +145,18 @@ class API(Protocol):
         """An empty answer to collect into."""
 
 
-def prefill_edit(body: ObjectText, params: bytes, limits: Sequence[str]) -> bytes:
+def prefill_edit(
+    body: ObjectText, params: bytes, limits: Sequence[str], more: Mapping[str, bytes] | None = None
+) -> bytes:
     """What all OpenAI APIs have in common on the P leg (protocol.md, "One turn, on the wire", 1).
 
     Args:
         body: the client's body.
         params: raw `kv_transfer_params`.
         limits: names of the API's output limits; the first is set to 1, the others where the client sent them.
+        more: further raw members to set.
     """
-    put = {"stream": b"false", limits[0]: b"1", "kv_transfer_params": params}
+    put = {"stream": b"false", limits[0]: b"1", "kv_transfer_params": params, **(more or {})}
     put |= {name: b"1" for name in [*limits[1:], "n"] if name in body}
     return body.edit(drop=_PREFILL_DROPS, put=put)
 

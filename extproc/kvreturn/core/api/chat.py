@@ -44,6 +44,7 @@ class Chat:
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise BadRequestError("`messages` must be a list of at least one message object")
         model, (choices, stream) = read_model(body), read_common(body)
+        text = not any(_multimodal(m) for m in messages)
         root: list[Any] = [self.name, model, body.load("cache_salt")]
         if strict:
             root.append(shaping(body, ("model", "messages", "cache_salt")))
@@ -54,12 +55,14 @@ class Chat:
             has_answer=any(m.get("role") == "assistant" for m in messages),
             choices=choices,
             stream=stream,
-            tokenizable=_tokenizable(body) and not any(_multimodal(m) for m in messages),
+            tokenizable=text and _tokenizable(body),
+            passes_ids=text,
         )
 
-    def prefill_body(self, body: ObjectText, params: bytes) -> bytes:
+    def prefill_body(self, body: ObjectText, params: bytes, *, ids: bool) -> bytes:
         """See `API.prefill_body`."""
-        return prefill_edit(body, params, ("max_tokens", "max_completion_tokens"))
+        more = {"return_token_ids": b"true"} if ids else {}
+        return prefill_edit(body, params, ("max_tokens", "max_completion_tokens"), more)
 
     def tokenize_body(self, body: ObjectText) -> bytes:
         """See `API.tokenize_body`."""

@@ -51,8 +51,9 @@ class Completions:
             tokens=prompt if isinstance(prompt, list) and not batch and plain else None,
         )
 
-    def prefill_body(self, body: ObjectText, params: bytes) -> bytes:
+    def prefill_body(self, body: ObjectText, params: bytes, *, ids: bool) -> bytes:
         """See `API.prefill_body`."""
+        del ids
         return prefill_edit(body, params, ("max_tokens",))
 
     def tokenize_body(self, body: ObjectText) -> bytes:

@@ -1,0 +1,64 @@
+"""What happened in a turn, and the word for it."""
+
+from dataclasses import dataclass, field
+
+from kvreturn.core import wire
+from kvreturn.core.api.base import Usage
+from kvreturn.core.outcome import Outcome
+
+_REPORTED = {
+    "local_hit": Outcome.LOCAL_HIT,
+    "below_threshold": Outcome.BELOW_THRESHOLD,
+    "not_a_continuation": Outcome.NOT_A_CONTINUATION,
+    "expired": Outcome.EXPIRED,
+    "node_gone": Outcome.NODE_GONE,
+    "used": Outcome.NODE_GONE,
+    "read_failed": Outcome.READ_FAILED,
+}
+"""P's reasons (docs/handle-format.md) that have an outcome of their own; all others mean `unproven`."""
+
+
+@dataclass(slots=True)
+class Facts:
+    """What happened in a turn, for metrics, traces and logs. Token counts are None where nobody told.
+
+    Attributes:
+        outcome: what became of reuse.
+        detail: a word more, from P's report or our own checks.
+        held: tokens that D held under the handle that was attached.
+        proven: how many of them were proven to be the new prompt's prefix.
+        read: how many of them P read back.
+        local: how many tokens P had in its own prefix cache.
+        prefill: usage as P counted it.
+        handle_age: seconds from capture to use.
+        retries: prefill requests beyond the first.
+        fallback: whether D did the turn alone.
+        captured: whether this turn left a handle for the next one.
+    """
+
+    outcome: Outcome = Outcome.FIRST_TURN
+    detail: str | None = None
+    held: int | None = None
+    proven: int | None = None
+    read: int | None = None
+    local: int | None = None
+    prefill: Usage = field(default_factory=Usage)
+    handle_age: float | None = None
+    retries: int = 0
+    fallback: bool = False
+    captured: bool = False
+
+    def grade(self) -> None:
+        """P answered a request whose handle was proven beforehand, or trusted."""
+        self.outcome = Outcome.HIT if (self.proven or 0) >= (self.held or 0) else Outcome.PARTIAL_HIT
+
+    def grade_report(self, report: wire.Report | None) -> None:
+        """P answered a request with a sealed handle: what came of it is in its report."""
+        if report is None:
+            self.outcome, self.detail = Outcome.UNPROVEN, "no_report"
+            return
+        self.proven, self.read, self.detail = report.proven, report.read, report.reason
+        if report.read:
+            self.grade()
+        else:
+            self.outcome = _REPORTED.get(report.reason or "", Outcome.UNPROVEN)
