@@ -20,8 +20,8 @@ def vllm_version() -> str:
 
 def _fail(what: str) -> ShapeError:
     return ShapeError(
-        f"vLLM {vllm_version()} differs from what kvreturn_connector was tried with ({_TRIED}): {what}. Use a version of "
-        "kvreturn-connector for this vLLM"
+        f"vLLM {vllm_version()} differs from what kvreturn_connector was tried with ({_TRIED}): {what}. Use a version "
+        "of kvreturn-connector for this vLLM"
     )
 
 
@@ -79,9 +79,13 @@ def check_connector() -> None:
         scheduler,
         ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "request_finished"),
     )
-    check_members(scheduler, ("update_connector_output", "build_connector_meta", "_nixl_handshake_listener", "shutdown"))
+    check_members(
+        scheduler, ("update_connector_output", "build_connector_meta", "_nixl_handshake_listener", "shutdown")
+    )
     check_members(worker, ("start_load_kv", "get_transfer_results", "_nixl_handshake"))
-    check_source(scheduler.update_state_after_alloc, ("_remote_blocks_processed", "_reqs_need_recv", "remote_block_ids"))
+    check_source(
+        scheduler.update_state_after_alloc, ("_remote_blocks_processed", "_reqs_need_recv", "remote_block_ids")
+    )
     check_source(scheduler.request_finished, ("_reqs_need_send", "_reqs_not_processed", "remote_num_tokens"))
     check_source(worker.start_load_kv, ("_reqs_to_process", "_reqs_to_send", "scheduler_clock"))
     check_source(NixlBaseConnectorScheduler.__init__, ("side_channel_host", "is_bidirectional_kv_xfer_enabled"))

@@ -49,7 +49,7 @@ class NixlConnector(NixlPullConnector):
             self.connector_worker = ProvenPullWorker(vllm_config, self.engine_id, kv_cache_config, settings)
 
     def get_kv_connector_stats(self) -> Any:
-        """vLLM's from the workers, ours from the scheduler."""
+        """VLLM's from the workers, ours from the scheduler."""
         return self._pin_stats.collect() if self._pin_stats else super().get_kv_connector_stats()
 
     @classmethod

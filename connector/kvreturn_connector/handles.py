@@ -55,7 +55,7 @@ class Offer:
 
 
 def open_offer(params: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The handle in a P request's parameters: sealed inside `kvreturn`, or in vLLM's own form. None if there is none."""
+    """The handle in a P request's parameters: sealed inside `kvreturn`, or in vLLM's own form; None without one."""
     member = params.get(wire.MEMBER)
     if isinstance(member, Mapping) and isinstance(member.get("handle"), Mapping):
         return member["handle"]

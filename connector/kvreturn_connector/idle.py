@@ -9,6 +9,8 @@ import time
 from typing import Any
 
 ENV = "KVRETURN_CALM_IDLE"
+_MARK = "_kvreturn"
+_STEP = "_process_engine_step"
 _POLL_US = 10_000  # NIXL's progress thread wakes at once for traffic; this is its pause without any
 _PAUSE = 0.01  # seconds between steps of an engine that only waits for readers
 _SPIN = 0.005  # seconds that a worker spins for the next message before it sleeps
@@ -45,10 +47,10 @@ def calm_engine() -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415
     from vllm.v1.engine.core import EngineCoreProc  # noqa: PLC0415
 
-    if getattr(EngineCoreProc, "_kvreturn", False):
+    if getattr(EngineCoreProc, _MARK, False):
         return
-    EngineCoreProc._kvreturn = True
-    step, wait = EngineCoreProc._process_engine_step, SpinCondition.wait
+    setattr(EngineCoreProc, _MARK, True)
+    step, wait = getattr(EngineCoreProc, _STEP), SpinCondition.wait
 
     def calm_step(self: Any) -> Any:
         executed = step(self)
@@ -60,6 +62,6 @@ def calm_engine() -> None:
     def calm_wait(self: Any, timeout_ms: float | None = None) -> Any:
         return wait(self, _WAKE_MS if timeout_ms is None else min(timeout_ms, _WAKE_MS))
 
-    EngineCoreProc._process_engine_step = calm_step
+    setattr(EngineCoreProc, _STEP, calm_step)
     SpinCondition.__init__.__defaults__ = (_SPIN,)
     SpinCondition.wait = calm_wait

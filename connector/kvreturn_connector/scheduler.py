@@ -160,7 +160,7 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
         return wanted, True
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """vLLM has room for the request: start the load, if there is one."""
+        """VLLM has room for the request: start the load, if there is one."""
         read = self._reads.get(request.request_id)
         params = request.kv_transfer_params
         if read is not None and num_external_tokens == 0 and not params.get("_remote_blocks_processed"):
@@ -181,7 +181,7 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
             self.pins.freed(request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> NixlConnectorMetadata:
-        """vLLM's message to the workers, and our orders for pins with it."""
+        """VLLM's message to the workers, and our orders for pins with it."""
         orders = self.pins.take_orders()
         # A pin that was released before the workers heard of it must still reach them, or they would keep it.
         for request_id, until in orders.extend.items():
@@ -205,7 +205,7 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
         if read is not None:
             out[wire.MEMBER] = self._report(request, read)
             return delay, out
-        return self._returned(request, params, delay, out)
+        return self._returned(request, params, out, delay=delay)
 
     def _report(self, request: Any, read: _Read) -> dict[str, Any]:
         proven = read.offer.proven if read.offer else 0
@@ -213,7 +213,7 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
         return wire.dump_report(report)
 
     def _returned(
-        self, request: Any, params: Mapping[str, Any], delay: bool, out: dict[str, Any]
+        self, request: Any, params: Mapping[str, Any], out: dict[str, Any], *, delay: bool
     ) -> tuple[bool, dict[str, Any] | None]:
         """D's handle, if the turn may leave one."""
         keep = self._worth_keeping(params, out)
@@ -300,7 +300,9 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
         index = 0
         for block, start in enumerate(range(0, tokens, self.block_size)):
             keys, index = generate_block_hash_extra_keys(request, start, start + self.block_size, index)
-            ours = [key for key in keys or () if not (isinstance(key, tuple) and key[:1] in {("lora",), ("cache_salt",)})]
+            ours = [
+                key for key in keys or () if not (isinstance(key, tuple) and key[:1] in {("lora",), ("cache_salt",)})
+            ]
             if ours:
                 extra[block] = hashlib.sha256(repr(ours).encode()).digest()
         return extra

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-SECRET_ENV = "KVRETURN_SECRET"
+SECRET_ENV = "KVRETURN_SECRET"  # noqa: S105 - the name of a variable
 _RENAMED = {"remote_pull_threshold": "kv_recompute_threshold"}  # an older name that vLLM no longer reads
 _TTL_MARGIN = 5.0  # seconds before D's expiry from which vLLM 0.32.0 declines reads
 
@@ -79,7 +79,7 @@ def read_settings(
             "nodes alike (or to false, to say that it is off on purpose)"
         )
     settings = Settings(
-        bidirectional=_typed(extra, "bidirectional_kv_xfer", bool, False),
+        bidirectional=_typed(extra, "bidirectional_kv_xfer", bool, default=False),
         allowed_peers=tuple(_typed(extra, "allowed_peers", list, [])),
         retention_budget=float(_typed(extra, "retention_budget", (int, float), 0.5)),
         claim_timeout=float(_typed(extra, "claim_timeout", (int, float), 1.0)),
@@ -87,6 +87,11 @@ def read_settings(
         threshold=int(_typed(extra, "kv_recompute_threshold", (int, float), 64)),
         secret=environ.get(SECRET_ENV, "").encode(),
     )
+    _check(settings)
+    return settings
+
+
+def _check(settings: Settings) -> None:
     if not 0.0 <= settings.retention_budget <= 1.0:
         raise ConfigurationError("retention_budget is a share of the KV cache: a number from 0 to 1")
     if settings.claim_timeout <= 0:
@@ -98,13 +103,14 @@ def read_settings(
         )
     for peer in settings.allowed_peers:
         if not isinstance(peer, str) or not peer:
-            raise ConfigurationError("allowed_peers must be a list of host names, addresses or networks like 10.0.0.0/8")
+            raise ConfigurationError(
+                "allowed_peers must be a list of host names, addresses or networks like 10.0.0.0/8"
+            )
         if "/" in peer:
             try:
                 ipaddress.ip_network(peer)
             except ValueError as e:
                 raise ConfigurationError(f"allowed_peers: {e}") from None
-    return settings
 
 
 def _unknown(key: str, known: set[str]) -> str:

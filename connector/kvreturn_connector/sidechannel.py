@@ -62,7 +62,7 @@ def listen(
             try:
                 identity, _, question = frames
                 answer = _answer(msgspec.msgpack.decode(question), metadata, get_meta, pins)
-            except Exception as e:  # a stranger's message must not end the thread
+            except Exception as e:  # noqa: BLE001 - a stranger's message must not end the thread
                 logger.warning("kvreturn: dropped a message on the side channel: %s", type(e).__name__)
                 continue
             socket.send_multipart([identity, b"", *answer])

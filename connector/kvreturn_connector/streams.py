@@ -1,7 +1,7 @@
 """Puts the handle on streamed responses, which released vLLM does not (its pull request 40186 would).
 
-vLLM's stream generators turn engine outputs into text. We watch what goes in, and when the handle has come by, we add it
-to the chunk that ends the turn, on its way out. Never as a chunk of its own: clients read `choices[0]` of every chunk.
+vLLM's stream generators turn engine outputs into text. We watch what goes in, and when the handle has come by, we add
+it to the chunk that ends the turn, on its way out. Never as a chunk of its own: clients read `choices[0]` of each.
 """
 
 import functools

@@ -49,7 +49,7 @@ class ProvenPullWorker(NixlPullConnectorWorker):
         return results
 
     def _nixl_handshake(self, host: str, port: int, *args: Any, **kwargs: Any) -> Any:
-        """vLLM waits 5 s for a peer that does not answer, one peer after the other: first see whether it does."""
+        """VLLM waits 5 s for a peer that does not answer, one peer after the other: first see whether it does."""
         context = zmq.Context()
         socket = context.socket(zmq.REQ)
         try:
