@@ -58,7 +58,8 @@ def open_offer(params: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The handle in a P request's parameters: sealed inside `kvreturn`, or in vLLM's own form; None without one."""
     member = params.get(wire.MEMBER)
     if isinstance(member, Mapping) and isinstance(member.get("handle"), Mapping):
-        return member["handle"]
+        handle: Mapping[str, Any] = member["handle"]
+        return handle
     return params if params.get("remote_block_ids") else None
 
 

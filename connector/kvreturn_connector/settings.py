@@ -102,7 +102,7 @@ def _check(settings: Settings) -> None:
             "so nothing would ever be read; the default is 480"
         )
     for peer in settings.allowed_peers:
-        if not isinstance(peer, str) or not peer:
+        if not peer or type(peer) is not str:
             raise ConfigurationError(
                 "allowed_peers must be a list of host names, addresses or networks like 10.0.0.0/8"
             )
