@@ -28,7 +28,7 @@ def calm_nixl() -> None:
     if getattr(config, "_kvreturn", False):
         return
 
-    class CalmConfig(config):  # type: ignore[misc]
+    class CalmConfig(config):
         _kvreturn = True
 
         @property

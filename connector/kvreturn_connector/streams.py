@@ -87,7 +87,7 @@ def _wrap(
         request = bound.arguments.get("request")
         if (getattr(request, "n", None) or 1) > 1:
             # vLLM keeps the parameters of one of the choices: they may belong to any of them.
-            return original(*args, **kwargs)  # type: ignore[no-any-return]
+            return original(*args, **kwargs)
         handle = Handle()
         bound.arguments[argument] = _watch(bound.arguments[argument], handle, find)
         return _decorate(original(*bound.args, **bound.kwargs), handle, add)
