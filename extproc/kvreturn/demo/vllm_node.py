@@ -61,7 +61,7 @@ class VllmNode:
     extra: dict[str, Any] = field(default_factory=lambda: {"bidirectional_kv_xfer": True})
     arguments: Sequence[str] = ()
     served: Sequence[str] = ("tiny",)
-    kv_bytes: int = 1 << 27
+    kv_bytes: int = 3 << 26  # 192 MiB: 49,000 tokens of the tiny model
     block_size: int = 32
     secret: str = ""
 

@@ -1,0 +1,110 @@
+"""Real vLLM nodes on the CPU, NIXL between them, Envoy and the router in front: started once for all tests."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+
+import kvreturn.demo
+from kvreturn.config import Settings
+from kvreturn.demo.counters import prompt_tokens_by_source
+from kvreturn.demo.stack import free_addresses
+from kvreturn.demo.vllm_node import EngineMissingError, VllmNode, engine_python
+from kvreturn.envoy import bootstrap
+from kvreturn.envoy.runner import EnvoyProcess
+from kvreturn.server.app import Router, running
+
+JSON = dict[str, Any]
+_START = 600.0  # seconds; about 40 on two quiet cores
+
+
+@dataclass
+class Engine:
+    """Where the nodes are, and the router that runs in this process."""
+
+    p: str
+    d: str
+    single: str
+    gateway: str
+    router: Router
+    session: aiohttp.ClientSession
+
+    async def post(self, base: str, path: str, body: JSON) -> tuple[int, JSON]:
+        async with self.session.post(base + path, json=body) as answer:
+            return answer.status, await answer.json(content_type=None)
+
+    async def sources(self) -> dict[str, float]:
+        """P's prompt tokens by where their KV came from."""
+        return await prompt_tokens_by_source(self.session, f"{self.p}/metrics")
+
+    def outcomes(self) -> dict[str, float]:
+        """The router's turns by outcome, so far."""
+        families = self.router.world.metrics.registry.collect()
+        totals: dict[str, float] = {}
+        for sample in (s for f in families for s in f.samples if s.name == "kvreturn_turns_total"):
+            totals[sample.labels["outcome"]] = totals.get(sample.labels["outcome"], 0.0) + sample.value
+        return totals
+
+
+def _sink(name: str, line: str) -> None:
+    folder = os.environ.get("KVRETURN_ENGINE_LOGS")
+    if folder:
+        with (Path(folder) / f"{name}.log").open("a") as file:
+            file.write(line + "\n")
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
+    try:
+        python = engine_python()
+    except EngineMissingError as e:
+        pytest.skip(str(e))
+    model = tmp_path_factory.mktemp("model") / "tiny"
+    maker = Path(kvreturn.demo.__file__).parent / "tiny_model.py"
+    make = [str(python), str(maker), str(model), "--template", "drop_thinking"]
+    await asyncio.to_thread(subprocess.run, make, check=True)
+    p, d, single, *sides = free_addresses(6)
+    uncached = ("--no-enable-prefix-caching",)
+    nodes = [
+        VllmNode("prefill", p, sides[0], model, "prefill", arguments=uncached),
+        VllmNode("decode", d, sides[1], model, "decode"),
+        VllmNode("single", single, sides[2], model, "single", arguments=uncached),
+    ]
+    async with contextlib.AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        children = [node.child(python, _sink) for node in nodes]
+        for child in children:
+            await child.start()
+            stack.push_async_callback(child.stop, 20.0)
+        for child, node in zip(children, nodes, strict=True):
+
+            async def healthy(address: str = node.address) -> bool:
+                try:
+                    async with session.get(f"http://{address}/health") as answer:
+                        return answer.status == 200
+                except aiohttp.ClientError:
+                    return False
+
+            await child.ready(healthy, _START)
+        listen, client, loopback, admin = free_addresses(4)
+        settings = Settings.model_validate(
+            {
+                "listen": listen,
+                "admin": None,
+                "pools": {"prefill": [p], "decode": [d]},
+                "envoy": {"listen": client, "prefill_listen": loopback, "admin": admin},
+                "drain_timeout": 1,
+            }
+        )
+        router = await stack.enter_async_context(running(settings))
+        envoy = await stack.enter_async_context(EnvoyProcess(bootstrap.to_dict(bootstrap.build(settings)), sink=_sink))
+        await envoy.ready()
+        yield Engine(f"http://{p}", f"http://{d}", f"http://{single}", f"http://{client}", router, session)
