@@ -71,6 +71,9 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
         if params.get("do_remote_prefill"):
             return self._admitted_to_read_whole(request, params)
         if params.get("do_remote_decode"):
+            if self.vllm_config.kv_transfer_config.kv_role == "kv_consumer":
+                self._warn("role", "a prefill request came to a decode node: its kv_transfer_params are ignored")
+                return None
             return self._admitted_to_prefill(request, params)
         # Neither direction: vLLM would compute, and pin the blocks for the whole TTL when it is done.
         self._warn("direction", "kv_transfer_params without a direction: ignored")

@@ -23,6 +23,8 @@ from kvreturn.envoy.runner import EnvoyProcess
 from kvreturn.server.app import Router, running
 
 JSON = dict[str, Any]
+BUDGET = 0.3
+ON = {"bidirectional_kv_xfer": True}
 _START = 600.0  # seconds; about 40 on two quiet cores
 
 
@@ -75,7 +77,7 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
     uncached = ("--no-enable-prefix-caching",)
     nodes = [
         VllmNode("prefill", p, sides[0], model, "prefill", arguments=uncached),
-        VllmNode("decode", d, sides[1], model, "decode"),
+        VllmNode("decode", d, sides[1], model, "decode", extra={**ON, "retention_budget": BUDGET}),
         VllmNode("single", single, sides[2], model, "single", arguments=uncached),
     ]
     async with contextlib.AsyncExitStack() as stack:
