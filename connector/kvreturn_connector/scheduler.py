@@ -122,7 +122,7 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
             read.reason = e.reason
             return
         if not read.offer.proven:
-            read.reason = "not_a_continuation"
+            read.decided, read.reason = True, "not_a_continuation"
             self._let_go(read)
 
     # --- scheduling on P ---

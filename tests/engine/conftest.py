@@ -5,7 +5,7 @@ import contextlib
 import os
 import subprocess
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from kvreturn.demo.counters import prompt_tokens_by_source
 from kvreturn.demo.stack import free_addresses
 from kvreturn.demo.vllm_node import EngineMissingError, VllmNode, engine_python
 from kvreturn.envoy import bootstrap
+from kvreturn.envoy.process import Child
 from kvreturn.envoy.runner import EnvoyProcess
 from kvreturn.server.app import Router, running
 
@@ -38,10 +39,24 @@ class Engine:
     gateway: str
     router: Router
     session: aiohttp.ClientSession
+    decode: VllmNode
+    python: Path
+    children: dict[str, Child]
 
     async def post(self, base: str, path: str, body: JSON) -> tuple[int, JSON]:
         async with self.session.post(base + path, json=body) as answer:
             return answer.status, await answer.json(content_type=None)
+
+    async def stop_decode(self) -> None:
+        """Take D away."""
+        await self.children["decode"].stop(20.0)
+
+    async def start_decode(self, **extra: object) -> None:
+        """A new process in its place, with other members of `kv_connector_extra_config`."""
+        node = replace(self.decode, extra={**self.decode.extra, **extra})
+        child = self.children["decode"] = node.child(self.python, _sink)
+        await child.start()
+        await healthy(self.session, child, node)
 
     async def sources(self) -> dict[str, float]:
         """P's prompt tokens by where their KV came from."""
@@ -63,6 +78,19 @@ def _sink(name: str, line: str) -> None:
             file.write(line + "\n")
 
 
+async def healthy(session: aiohttp.ClientSession, child: Child, node: VllmNode) -> None:
+    """Wait until the node serves."""
+
+    async def probe() -> bool:
+        try:
+            async with session.get(f"http://{node.address}/health") as answer:
+                return answer.status == 200
+        except aiohttp.ClientError:
+            return False
+
+    await child.ready(probe, _START)
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
     try:
@@ -82,20 +110,16 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
     ]
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        children = [node.child(python, _sink) for node in nodes]
-        for child in children:
+        children = {node.name: node.child(python, _sink) for node in nodes}
+
+        async def stop() -> None:
+            await asyncio.gather(*[child.stop(20.0) for child in children.values()])
+
+        for child in children.values():
             await child.start()
-            stack.push_async_callback(child.stop, 20.0)
-        for child, node in zip(children, nodes, strict=True):
-
-            async def healthy(address: str = node.address) -> bool:
-                try:
-                    async with session.get(f"http://{address}/health") as answer:
-                        return answer.status == 200
-                except aiohttp.ClientError:
-                    return False
-
-            await child.ready(healthy, _START)
+        stack.push_async_callback(stop)
+        for node in nodes:
+            await healthy(session, children[node.name], node)
         listen, client, loopback, admin = free_addresses(4)
         settings = Settings.model_validate(
             {
@@ -109,4 +133,14 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
         router = await stack.enter_async_context(running(settings))
         envoy = await stack.enter_async_context(EnvoyProcess(bootstrap.to_dict(bootstrap.build(settings)), sink=_sink))
         await envoy.ready()
-        yield Engine(f"http://{p}", f"http://{d}", f"http://{single}", f"http://{client}", router, session)
+        yield Engine(
+            p=f"http://{p}",
+            d=f"http://{d}",
+            single=f"http://{single}",
+            gateway=f"http://{client}",
+            router=router,
+            session=session,
+            decode=nodes[1],
+            python=python,
+            children=children,
+        )

@@ -13,6 +13,7 @@ from kvreturn.sim.sequence import Sequence
 
 _USED_LIMIT = 65_536
 _NOTHING_TO_FREE = ("used", "node_gone")
+_PARALLEL = ("tp_size", "dcp_size", "pp_size")
 _REQUIRED = {
     "remote_engine_id": str,
     "remote_request_id": str,
@@ -228,6 +229,8 @@ def _unwanted(params: Mapping[str, Any]) -> bool:
 
 def _well_formed(handle: Mapping[str, Any]) -> bool:
     if any(type(handle.get(key)) is not kind for key, kind in _REQUIRED.items()):
+        return False
+    if any(type(handle.get(key, 1)) is not int or handle.get(key, 1) < 1 for key in _PARALLEL):
         return False
     groups = handle["remote_block_ids"]
     return len(groups) > 0 and all(
