@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 
 from kvreturn.core.address import split_address
 
@@ -31,7 +40,10 @@ Address = Annotated[str, AfterValidator(_address), Field(examples=["10.0.0.7:800
 Listen = Annotated[str, AfterValidator(_listen)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
-Proof = Literal["connector", "router", "trusted", "off"]
+Proof = Annotated[
+    Literal["connector", "router", "trusted", "off"],
+    BeforeValidator(lambda value: "off" if value is False else value),  # YAML 1.1 reads a bare `off` as false
+]
 
 
 class _Model(BaseModel):
@@ -148,8 +160,9 @@ class Settings(_Model):
     models: dict[str, Model] = Field({}, description="Exceptions by model name.")
     secret: SecretStr = Field(
         SecretStr(""),
-        description="Key for fingerprints, tenants and handle MACs; the same on all routers, and on the nodes if they "
-        f"check it. Better given as ${SECRET_ENV}. Empty: fingerprints use a random key of this process.",
+        description="Key for fingerprints, tenants, digests and handle MACs. All routers need the same; if nodes have "
+        f"one, all nodes and the router need the same. Better given as ${SECRET_ENV}. Empty: fingerprints use a random "
+        "key of this process.",
     )
     tenant_header: str | None = Field(
         None,

@@ -24,3 +24,11 @@ def sample(name: str) -> Path:
     if not path.exists():
         pytest.skip(_ABSENT)
     return path
+
+
+def every(*patterns: str) -> list[Path]:
+    """All files that match one of these; skips the test if there are none."""
+    found = [path for pattern in patterns for path in sorted(_ROOT.glob(pattern))]
+    if not found:
+        pytest.skip(_ABSENT)
+    return found

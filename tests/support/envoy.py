@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import io
+import itertools
+import os
 import socket
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -26,11 +28,20 @@ _CHUNK = 62_000
 Json = dict[str, Any]
 
 
+# Below the ports that the system hands out (from 32768 on), or a connection could take one before its server does; each
+# test process begins elsewhere, since Envoys share a port without a word.
+_PORTS = itertools.cycle(range(10_000, 32_000))
+for _ in range(os.getpid() * 997 % 22_000):
+    next(_PORTS)
+
+
 def unused_address() -> str:
-    """A TCP address on which nobody listened a moment ago."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
+    """A TCP address on which nobody listens, another one each time."""
+    for port in _PORTS:
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return f"127.0.0.1:{port}"
+    raise AssertionError
 
 
 @dataclass

@@ -138,7 +138,8 @@ class Envoy:
 
     async def _take(self) -> None:
         try:
-            message = await asyncio.wait_for(self._stream.receive(), SILENCE)
+            async with asyncio.timeout(SILENCE):  # `wait_for` can lose a cancellation before Python 3.12
+                message = await self._stream.receive()
         except TimeoutError:
             raise ContractError("silence: an answer is due, and nothing comes") from None
         except StreamError as e:

@@ -216,7 +216,7 @@ def replies(body: bytes | None = None, status: int = 200, headers: JSON | None =
 
 @dataclass
 class FakePrefill:
-    """A prefill node that listens; does what `handler` says.
+    """A node that listens; does what `handler` says, and tells Envoy that it is well.
 
     Attributes:
         handler: makes the answers.
@@ -235,7 +235,7 @@ class FakePrefill:
 
     async def __aenter__(self) -> Self:
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/{path:.*}", self._handle)
+        app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -251,6 +251,8 @@ class FakePrefill:
         await self._runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        if request.headers.get("user-agent") == "Envoy/HC":
+            return web.Response()
         headers = {k.lower(): v for k, v in request.headers.items()}
         seen = Seen(request.path, headers, await request.read(), request)
         self.seen.append(seen)
@@ -260,6 +262,22 @@ class FakePrefill:
         except asyncio.CancelledError:
             self.left.set()
             raise
+
+
+def streams(*pieces: bytes, headers: Mapping[str, str] | None = None, status: int = 200) -> Handler:
+    """A handler: answers with these pieces, each in a write of its own; of events, unless `headers` say otherwise."""
+
+    async def handler(seen: Seen) -> web.StreamResponse:
+        named = headers or {"content-type": "text/event-stream; charset=utf-8"}
+        response = web.StreamResponse(status=status, headers=named)
+        await response.prepare(seen.request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0)
+        await response.write_eof()
+        return response
+
+    return handler
 
 
 async def hangs(seen: Seen) -> web.StreamResponse:

@@ -151,7 +151,8 @@ class Judge:
         assert record.handle == handle.raw
         return self.says
 
-    def read_failed(self, handle: Handle) -> None:
+    def read_failed(self, handle: Handle, *, hung: bool = False) -> None:
+        del hung
         """See `kvreturn.core.ports.Judge`."""
         self.failed.append(handle.engine)
 

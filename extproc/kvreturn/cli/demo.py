@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import signal
 import sys
 from collections import deque
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -17,6 +20,7 @@ from kvreturn.envoy.process import ProcessError, Sink
 from kvreturn.sim import TEMPLATES
 
 _LOG_LINES = 200
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 @click.command()
@@ -56,6 +60,7 @@ def command(
         script = from_file(conversation) if conversation else built_in()
     except ScriptError as e:
         raise click.ClickException(str(e)) from None
+    _check_picture(picture)
     options = SimOptions(template=template, tokenizer=tokenizer, prefill_cache=prefill_cache)
     logs: deque[str] = deque(maxlen=_LOG_LINES)
 
@@ -66,24 +71,44 @@ def command(
 
     console = Console(stderr=as_json, quiet=as_json)
     try:
-        turns = asyncio.run(_run(script, options, console, sink))
+        turns = asyncio.run(_until_signal(_run(script, options, console, sink)))
     except ProcessError as e:
         raise click.ClickException(str(e)) from None
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        raise click.Abort from None
     except Exception:
         if not verbose:
             click.echo("\n".join(["The last log lines:", *logs]), err=True)
         raise
-    result = summary("sim", turns)
-    if picture:
-        plot(turns, picture, simulated=True)
-        console.print(f"Plot: {picture}")
-    if as_json:
-        click.echo(json.dumps(result))
-    else:
-        console.print(sentence(result))
+    result = _tell(turns, console, picture, as_json=as_json)
     if not result["identical"]:
         click.echo("The answers differ: this must never happen.", err=True)
         sys.exit(1)
+
+
+def _check_picture(picture: Path | None) -> None:
+    if picture and (picture.suffix not in _PICTURES or not picture.absolute().parent.is_dir()):
+        endings = ", ".join(_PICTURES)
+        raise click.ClickException(f"--plot {picture}: give a name ending in {endings}, in a folder that exists")
+
+
+def _tell(turns: list[Turn], console: Console, picture: Path | None, *, as_json: bool) -> dict[str, Any]:
+    result = summary("sim", turns)
+    if picture:
+        plot(turns, picture, simulated=True)
+        console.print(f"\nPlot: {picture}")
+    if as_json:
+        click.echo(json.dumps(result))
+    else:
+        console.print("\n" + sentence(result))
+    return result
+
+
+async def _until_signal(work: Coroutine[Any, Any, list[Turn]]) -> list[Turn]:
+    """Run it, and end it in order when SIGTERM comes: the processes of the demo go with it."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
 
 
 async def _run(script: Script, options: SimOptions, console: Console, sink: Sink) -> list[Turn]:

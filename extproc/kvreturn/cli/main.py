@@ -15,6 +15,9 @@ _COMMANDS = {
 }
 
 
+_EXTRAS = {"betterproto2": "envoy", "envoy_data_plane": "envoy", "openai": "demo", "matplotlib": "demo"}
+
+
 class _Lazy(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
@@ -27,6 +30,17 @@ class _Lazy(click.Group):
         module = importlib.import_module(f"kvreturn.cli.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as e:
+            extra = _EXTRAS.get((e.name or "").partition(".")[0])
+            if extra is None:
+                raise
+            raise click.ClickException(
+                f"this needs {e.name}, which is not installed: pip install 'kvreturn[{extra}]'"
+            ) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         del ctx

@@ -27,13 +27,13 @@ class Attached:
         handle: it.
         params: raw `kv_transfer_params` for the P leg.
         proven: tokens known to be the new prompt's prefix; None if P is to find out.
-        tokens: length of the prompt that the proof was made for; None if it was not made here.
+        prompt: the token ids for which that was proven here, and which P must therefore get; None if P proves itself.
     """
 
     handle: Handle
     params: bytes
     proven: int | None = None
-    tokens: int | None = None
+    prompt: Sequence[int] | None = None
 
 
 def read_tokens(reply: Reply) -> Sequence[int]:
@@ -73,7 +73,7 @@ def prove_with_tokens(handle: Handle, tokens: Sequence[int], secret: bytes, *, l
         proven = wire.proven_tokens(handle.proof, handle.tokens, tokens, seed)
         if not proven:
             raise Objection(Outcome.NOT_A_CONTINUATION)
-        return Attached(handle, clipped(handle, proven), proven, len(tokens))
+        return Attached(handle, clipped(handle, proven), proven, tokens)
     except wire.WireError as e:
         raise Objection(Outcome.UNPROVEN, e.reason) from None
     except HandleError:

@@ -59,7 +59,7 @@ class Judge(Protocol):
     def objection(self, record: Record, handle: Handle) -> Outcome | None:
         """Why this handle should not be attached now, or None."""
 
-    def read_failed(self, handle: Handle) -> None:
+    def read_failed(self, handle: Handle, *, hung: bool = False) -> None:
         """A request that carried this handle failed on P."""
 
     def read_succeeded(self, handle: Handle) -> None:

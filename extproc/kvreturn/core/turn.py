@@ -4,12 +4,14 @@
 order of things is read from top to bottom, and whoever drives it owns sockets, clocks and deadlines.
 """
 
+import json
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from kvreturn.core.address import split_address
 from kvreturn.core.api.base import API, Answer, BadRequestError, Prompt, error_body, read_model
+from kvreturn.core.api.completions import Completions, prefill_tokens
 from kvreturn.core.attach import Attached, Objection, prove_with_tokens, read_tokens
 from kvreturn.core.capture import Capture
 from kvreturn.core.facts import Facts
@@ -106,6 +108,9 @@ class Turn:
             return Refuse(400, error_body(f"kvreturn: {e}", "BadRequestError", 400))
         self._trail = self._scope.trail(self.prompt.root, self.prompt.items)
         attached = yield from self._find()
+        if self.prompt.several:
+            self.facts.detail = "several_prompts"
+            return self._alone()
         return (yield from self._prefill(attached))
 
     def _find(self) -> Generator[Effect, Taken | Reply, Attached | None]:
@@ -169,15 +174,17 @@ class Turn:
     def _prefill(self, attached: Attached | None) -> Generator[Effect, Taken | Reply, Forward | Refuse]:
         """Run the P leg: once, and once more cold if that failed."""
         assert self.prompt
-        answer = yield from self._ask(attached.params if attached else COLD, avoid=None, last=False)
-        if isinstance(answer, PrefillError) and not answer.refusal:
+        answer = yield from self._ask(attached, avoid=None, last=False)
+        # What P says against a prompt of tokens is none of the client's business, who did not send one.
+        if isinstance(answer, PrefillError) and not (answer.refusal and (not attached or attached.prompt is None)):
             if attached:
-                if answer.failure is not Failure.CONNECT:  # then P never saw the handle, and D is not to blame
-                    self._judge.read_failed(attached.handle)
+                # If P never saw the handle, or refused to look at it, D is not to blame.
+                if answer.failure is not Failure.CONNECT and not answer.refusal:
+                    self._judge.read_failed(attached.handle, hung=answer.failure is Failure.TIMEOUT)
                 self.facts.outcome, self.facts.detail = Outcome.READ_FAILED, answer.reason
                 attached = None
             self.facts.retries += 1
-            answer = yield from self._ask(COLD, avoid=answer.node, last=True)
+            answer = yield from self._ask(None, avoid=answer.node, last=True)
         if isinstance(answer, PrefillAnswer):
             return self._forward(answer, attached)
         if answer.refusal:
@@ -192,13 +199,16 @@ class Turn:
         return Refuse(status, error_body(message, "GatewayTimeout" if status == 504 else "BadGateway", status))  # noqa: PLR2004
 
     def _ask(
-        self, params: bytes, avoid: str | None, *, last: bool
+        self, attached: Attached | None, avoid: str | None, *, last: bool
     ) -> Generator[Effect, Taken | Reply, PrefillAnswer | PrefillError]:
-        assert self.prompt
-        ids = self._policy.pass_token_ids and self.prompt.passes_ids
+        if attached and attached.prompt is not None:
+            path, body = Completions.path, prefill_tokens(self._body, attached.prompt, attached.params)
+        else:
+            params = attached.params if attached else COLD
+            path, body = self.api.path, self.api.prefill_body(self._body, params, ids=self._passes_ids)
         ask = Ask(
-            self.api.path,
-            self.api.prefill_body(self._body, params, ids=ids),
+            path,
+            body,
             tokens=len(self._body.text) // 4,
             prefer=self.prefill_node if self.prefill_node != avoid else None,
             avoid=avoid,
@@ -215,16 +225,24 @@ class Turn:
         if attached:
             self._judge.read_succeeded(attached.handle)
             counted = answer.usage.prompt
-            if attached.tokens is not None and counted is not None and counted != attached.tokens:
-                # P rendered another prompt than /tokenize did, so what it read may not be this prompt's prefix.
+            if attached.prompt is not None and counted is not None and counted != len(attached.prompt):
+                # P's prompt is not the one that was proven, so what it read may not be this prompt's prefix.
                 self.facts.outcome, self.facts.detail = Outcome.UNPROVEN, "tokenize_mismatch"
                 return self._alone()
-            if self._policy.proof == "connector":
+            if self._policy.proof == "connector" or answer.report:
                 self.facts.grade_report(answer.report)
             else:
                 self.facts.grade()
+            if attached.prompt is not None and self._passes_ids:
+                answer = replace(answer, prompt_ids=json.dumps(attached.prompt, separators=(",", ":")).encode())
         keep = self._policy.proof != "off" and self.prompt.choices == 1
         return Forward(self._body.edit(put={PARAMS: answer.decode_params(keep=keep)}), self.decode_node)
+
+    @property
+    def _passes_ids(self) -> bool:
+        """Whether D is to get the token ids of the prompt."""
+        assert self.prompt
+        return self._policy.pass_token_ids and self.prompt.passes_ids
 
     def _alone(self) -> Forward:
         self.facts.fallback = True

@@ -30,7 +30,7 @@ async def new_outcome(session: aiohttp.ClientSession, url: str, model: str, befo
             if count > before.get(outcome, 0):
                 return outcome
         await asyncio.sleep(0.01)
-    return "unknown"
+    raise TimeoutError(f"the router counted no turn of model {model} within {_PATIENCE:g} s")
 
 
 async def _samples(session: aiohttp.ClientSession, url: str, name: str, *, by: str, **labels: str) -> dict[str, float]:

@@ -103,6 +103,8 @@ def sentence(result: dict[str, Any]) -> str:
     median_off = statistics.median(t["off"]["ttft_ms"] for t in later)
     median_on = statistics.median(t["on"]["ttft_ms"] for t in later)
     saved = result["saved"]
+    if median_on >= median_off:
+        return "The conversation is too short for its history to matter: time to first token did not fall."
     return (
         f"From turn 2 on, the prefill node computed {saved['computed_tokens_ratio']:.0%} fewer tokens; time to first "
         f"token fell from {median_off:,.0f} to {median_on:,.0f} ms (median), in the last turn by a factor of "

@@ -72,6 +72,9 @@ def prefill_listener(settings: Settings) -> listener_pb.Listener:
         http_filters=[filters.node_header(), filters.node_guard(names.PREFILL_NODE_KEY), filters.router()],
         server_header_transformation=_SERVER_HEADER,
         stream_idle_timeout=timedelta(seconds=timeout + 5),  # nothing is sent while the node computes
+        # When a node breaks off its answer, Envoy says so by closing, after this time. Its default is a whole second,
+        # which the router's second try would lack.
+        delayed_close_timeout=timedelta(milliseconds=50),
         access_log=[_access_log()],
         skip_xff_append=True,
         generate_request_id=False,  # the router gives each leg an id of its own

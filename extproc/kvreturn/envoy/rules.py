@@ -202,10 +202,20 @@ def _filter_order(s: Subject) -> Iterator[Finding]:
     for index, http_filter in enumerate(s.chain.filters):
         config = http_filter.get("typed_config", {})
         where = f"{s.chain.where}.http_filters[{index}]"
-        if index < s.index and is_type(config, "decompressor.v3.Decompressor"):
-            yield where, "a decompressor before the router's filter: response bodies do not arrive; put it after"
+        decompresses = is_type(config, "decompressor.v3.Decompressor") and not _leaves_responses(config)
+        if index > s.index and decompresses:
+            what = (
+                "a decompressor after the router's filter: compressed answers never end, since the trailers that it "
+                "adds get lost; put it before, or set response_direction_config.common_config.enabled to false"
+            )
+            yield where, what
         if index > s.index and is_type(config, "compressor.v3.Compressor"):
             yield where, "a compressor after the router's filter: it gets compressed responses; put it before"
+
+
+def _leaves_responses(decompressor: Doc) -> bool:
+    common = decompressor.get("response_direction_config", {}).get("common_config", {})
+    return common.get("enabled", {}).get("default_value") is False
 
 
 @_rule("p-metadata")

@@ -4,7 +4,6 @@ import logging
 import re
 from collections.abc import Generator
 from typing import Any
-from urllib.parse import unquote
 
 from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
     CommonResponse,
@@ -14,13 +13,13 @@ from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProtocolConfiguration,
 )
 from kvreturn.core.address import split_address
-from kvreturn.core.api import API, APIS
+from kvreturn.core.api import API
 from kvreturn.core.api.base import error_body
 from kvreturn.core.capture import open_capture
-from kvreturn.core.jsontext import JSONTextError, ObjectText
 from kvreturn.core.ports import Ask, Forward, Refuse, Take
-from kvreturn.core.scrub import foreign_headers, may_hold_params, scrub_body
+from kvreturn.core.scrub import foreign_headers
 from kvreturn.core.turn import Turn
+from kvreturn.server.intake import is_json, refused_encoding, scrubbed, turn_api
 from kvreturn.server.messages import (
     CONTINUE_REQUEST_BODY,
     CONTINUE_REQUEST_TRAILERS,
@@ -44,9 +43,7 @@ from kvreturn.server.world import World
 
 log = logging.getLogger("kvreturn")
 
-_BY_PATH = {api.path: api for api in APIS}
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_JSON = re.compile(r"application/(?:[^\s;,/]+\+)?json\b", re.IGNORECASE)
 # What the P leg takes along from the client's request: credentials for vLLM's --api-key, and the trace.
 _PREFILL_HEADERS = ("authorization", "x-api-key", "traceparent", "tracestate")
 
@@ -116,12 +113,9 @@ class Exchange:
 
     async def _request_headers(self, message: HttpHeaders) -> list[Message]:
         self._headers = read_headers(message.headers)
-        # vLLM's server decodes paths before it matches them (uvicorn), so an escaped path is the same path.
-        path = unquote(self._headers.get(":path", "").partition("?")[0])
-        post = self._headers.get(":method") == "POST"
-        api = _BY_PATH.get(path) if post else None
+        api = turn_api(self._headers)
         changes = Headers(remove=foreign_headers(self._headers))
-        if message.end_of_stream or not (api or (post and self._is_json())):
+        if message.end_of_stream or not (api or is_json(self._headers)):
             return self._leave(changes)
         request = RequestSide(self._config, self._world.settings.limits.request_bytes)
         if not request.readable or (api and self._config.response_body_mode == Mode.NONE):
@@ -129,14 +123,14 @@ class Exchange:
         self._request = request
         if api:
             self._begin(api)
+        refusal = refused_encoding(self._headers)
+        if refusal:
+            return self._answer(refusal, "encoding")
         return (
             request.open(self._outward(changes), self._metadata(None))
             if request.routes_first
             else request.open(Headers(), [])
         )
-
-    def _is_json(self) -> bool:
-        return bool(_JSON.match(self._headers.get("content-type", "application/json")))
 
     def _leave(self, changes: Headers) -> list[Message]:
         """Let an exchange pass that is none of our business."""
@@ -194,7 +188,7 @@ class Exchange:
         if not request.complete or self._forwarded:
             return []
         self._forwarded = True
-        decision = await self._run(self._turn, request.take()) if self._turn else _scrubbed(request.take())
+        decision = await self._run(self._turn, request.take()) if self._turn else scrubbed(request.take())
         if isinstance(decision, Refuse):
             return self._answer(decision, "refused")
         changes = self._outward(Headers(remove=foreign_headers(self._headers)))
@@ -323,13 +317,3 @@ class Exchange:
         if turn is None or record is None or response is None:
             return
         await record.settle(response.capture, end=end)
-
-
-def _scrubbed(body: bytes) -> Forward | Refuse:
-    """A JSON request to a path that is no turn of ours: it must not bring transfer parameters either."""
-    if not may_hold_params(body):
-        return Forward(body)
-    try:
-        return Forward(scrub_body(ObjectText(body)).text)
-    except JSONTextError as e:
-        return Refuse(400, error_body(f"kvreturn: {e}", "BadRequestError", 400))

@@ -12,6 +12,24 @@ from kvreturn.server.world import World
 log = logging.getLogger("kvreturn.turn")
 _OK = 200
 _ERRORS = 400
+# What is wrong with a deployment more often than with a turn, said once.
+_HINTS = {
+    (
+        Outcome.UNPROVEN,
+        "mac",
+    ): "handles fail their MAC: KVRETURN_SECRET must be the same on the router and on all nodes",
+    (
+        Outcome.UNPROVEN,
+        "scope",
+    ): "handles are made under another secret: KVRETURN_SECRET must be the same on the router and on all nodes",
+    (Outcome.UNPROVEN, "no_digests"): "handles carry no digests: the decode nodes do not run the kvreturn connector",
+    (Outcome.UNPROVEN, "no_report"): "P reads no sealed handles: the prefill nodes do not run the kvreturn connector; "
+    "with stock prefill nodes set `proof: router`",
+    (Outcome.READ_FAILED, "timeout"): "a prefill node did not answer a request that carried a handle: is "
+    "bidirectional_kv_xfer on there? Handles of that decode engine are not used for a while",
+    (Outcome.PREFILL_FAILED, "no_kv_transfer_params"): "prefill nodes answer without kv_transfer_params: do they run "
+    "with a KV connector?",
+}
 
 
 class TurnRecord:
@@ -115,17 +133,20 @@ class TurnRecord:
             metrics.errors.labels(error if error.isdigit() or error == "incomplete" else "in_band").inc()
         model, served = turn.prompt.model if turn.prompt else "", self._status == _OK
         metrics.turn(facts.outcome, turn.api.name, model, served=served)
+        hint = _HINTS.get((facts.outcome, facts.detail or ""))
+        if hint:
+            self._world.warn_once(hint)
         log.info(
-            "turn outcome=%s%s api=%s model=%s status=%s prompt=%s read=%s local=%s prefill_ms=%.1f first_byte_ms=%s "
+            "outcome=%s%s api=%s model=%s status=%s prompt=%s read=%s local=%s prefill_ms=%.1f first_byte_ms=%s "
             "retries=%d fallback=%s captured=%s%s",
             facts.outcome.value,
-            f"({facts.detail})" if facts.detail else "",
+            f"({facts.detail})" if facts.detail and facts.detail != facts.outcome else "",
             turn.api.name,
             _printable(model if served else ""),  # a name that no node knows is just what a client wrote
-            self._status,
-            facts.prefill.prompt,
-            facts.read,
-            facts.local,
+            _told(self._status),
+            _told(facts.prefill.prompt),
+            _told(facts.read),
+            _told(facts.local),
             self._prefill * 1e3,
             "-" if self._first_byte is None else f"{self._first_byte * 1e3:.1f}",
             facts.retries,
@@ -133,6 +154,10 @@ class TurnRecord:
             facts.captured,
             f" error={_printable(error)}" if error else "",
         )
+
+
+def _told(value: int | None) -> str:
+    return "-" if value is None else str(value)
 
 
 def _printable(text: str) -> str:

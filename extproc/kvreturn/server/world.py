@@ -7,7 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvreturn.config import Settings
 from kvreturn.core.fingerprint import Scope, keyed_hash
@@ -42,6 +42,7 @@ class World:
     key: bytes
     clock: Callable[[], float]
     new_id: Callable[[], str] = _new_id
+    _said: set[str] = field(default_factory=set)
 
     @classmethod
     def create(cls, settings: Settings, clock: Callable[[], float] = time.monotonic) -> "World":
@@ -89,6 +90,12 @@ class World:
             return Scope(self.key, b"tenant\0" + headers.get(name.lower(), "").encode())
         credentials = "\0".join(headers.get(h, "") for h in _CREDENTIALS)
         return Scope(self.key, b"credential\0" + keyed_hash(self.key, credentials.encode()))
+
+    def warn_once(self, text: str) -> None:
+        """Say what an operator should know, once in this process."""
+        if text not in self._said:
+            self._said.add(text)
+            log.warning(text)
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """Take from the store, within its deadline."""

@@ -43,8 +43,8 @@ class KvreturnConnector(StockConnector):
     """On top of the stock connector.
 
     D: its handle carries a proof (wire.py); nothing is kept for requests that no P leg came before, nor where several
-    choices would share one handle, nor where the router wants none. It loads P's blocks only if P says that its prompt
-    was the same.
+    choices would share one handle, nor where the router wants none. It loads P's blocks only once, and only if P says
+    that its prompt was the same.
 
     P: takes D's handle sealed under the `kvreturn` member of a cold request, or in the stock form. Reads at most the
     proven prefix; whatever goes wrong, it computes, and tells D to free its blocks. It reports in its reply.
@@ -62,7 +62,8 @@ class KvreturnConnector(StockConnector):
         params = seq.job.params
         if not params or not seq.from_peer:
             return
-        if not self._acceptable(params):
+        # All choices of one request bring P's one handle. The first read frees P's blocks, so the others compute.
+        if not self._acceptable(params) or not self._use_up(params):
             seq.from_peer = params["do_remote_prefill"] = False
         elif not self._same_prompt(seq, params):
             seq.from_peer = params["do_remote_prefill"] = False
@@ -180,7 +181,9 @@ class KvreturnConnector(StockConnector):
             # What is not provably D's own word is no reason to talk to anybody.
             return _Plan(reason=error.reason)
         proven, reason = self._compare(seq, handle, proof)
-        return _Plan(handle, proven, reason or self._use_up(handle))
+        if reason is None and not self._use_up(handle):
+            reason = "used"
+        return _Plan(handle, proven, reason or (None if self._config.bidirectional else "read_failed"))
 
     def _compare(self, seq: Sequence, handle: Mapping[str, Any], proof: wire.Proof) -> tuple[int, str | None]:
         """How many tokens are proven, and why not any."""
@@ -197,15 +200,15 @@ class KvreturnConnector(StockConnector):
             return 0, error.reason
         return proven, None if proven else "not_a_continuation"
 
-    def _use_up(self, handle: Mapping[str, Any]) -> str | None:
-        """A handle works once, whatever comes of it."""
+    def _use_up(self, handle: Mapping[str, Any]) -> bool:
+        """A handle works once, whatever comes of it. Returns whether this is that time."""
         key = (handle["remote_engine_id"], handle["remote_request_id"])
         if key in self._used:
-            return "used"
+            return False
         self._used[key] = None
         if len(self._used) > _USED_LIMIT:
             self._used.popitem(last=False)
-        return None if self._config.bidirectional else "read_failed"
+        return True
 
     def _acceptable(self, handle: Mapping[str, Any]) -> bool:
         """Whether a handle is whole and names a peer that may be contacted."""

@@ -178,17 +178,27 @@ class Scheduler:
         seq.hasher.extend(seq.tokens)
         if position // size == len(seq.blocks):
             block = self.pool.allocate((), 1)
-            if block is None:  # preempted: give up everything, wait, and compute it again
-                self._release(seq.blocks)
-                seq.blocks, seq.external = [], 0
-                await self._admit(seq)
-                return await self._prefill(seq)
+            if block is None:
+                return await self._preempt(seq)
             seq.blocks += block
         state, values = compute(state, seq.inputs(position))
         self.pool.write(seq.blocks, position, values)
         full = len(seq.tokens) // size
         self.pool.cache(seq.blocks, seq.hasher.hashes, position // size, full)
         return state
+
+    async def _preempt(self, seq: Sequence) -> int:
+        """Give up everything, wait for room, and compute it again."""
+        self._release(seq.blocks)
+        seq.blocks, seq.external = [], 0
+        self._counters.running -= 1
+        self._counters.waiting += 1
+        try:
+            await self._admit(seq)
+        finally:
+            self._counters.waiting -= 1
+            self._counters.running += 1
+        return await self._prefill(seq)
 
     def _end(self, seq: Sequence, *, normally: bool) -> dict[str, Any] | None:
         """Free or keep a finished sequence's blocks; returns the handle."""

@@ -2,10 +2,18 @@
 
 from collections.abc import Callable, Collection
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from kvreturn.core.outcome import Outcome
 
+disable_created_metrics()  # type: ignore[no-untyped-call] # a second series for every counter, which nobody reads
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _MODELS = 32  # models that get a label of their own when none are configured
 
@@ -14,14 +22,13 @@ class Metrics:
     """All metrics of one router.
 
     Args:
-        models: names that get a label value of their own; all others count as `other`. Empty: the first few that a
-            node has answered to do.
+        models: names that get a label value of their own, as do the first few others that a node has answered to. What
+            is left counts as `other`.
     """
 
     def __init__(self, models: Collection[str] = ()) -> None:
         self.registry = CollectorRegistry()
         self._models = set(models)
-        self._open = not models
 
         def counter(name: str, doc: str, *labels: str) -> Counter:
             return Counter(f"kvreturn_{name}", doc, labels, registry=self.registry)
@@ -69,7 +76,7 @@ class Metrics:
     def _label(self, model: str, *, served: bool) -> str:
         if model in self._models:
             return model
-        if served and self._open and len(self._models) < _MODELS and len(model) <= 128:  # noqa: PLR2004
+        if served and len(self._models) < _MODELS and len(model) <= 128:  # noqa: PLR2004
             self._models.add(model)
             return model
         return "other"

@@ -34,10 +34,10 @@ class NodeJudge:
             return Outcome.NODE_GONE
         return Outcome.BREAKER_OPEN if self._is_open(handle.engine) else None
 
-    def read_failed(self, handle: Handle) -> None:
-        """See `Judge.read_failed`."""
+    def read_failed(self, handle: Handle, *, hung: bool = False) -> None:
+        """See `Judge.read_failed`. One that hung costs its turn so much time that it counts for all."""
         times = self._failed.pop(handle.engine, None) or deque(maxlen=self._failures)
-        times.append(self._clock())
+        times.extend([self._clock()] * (self._failures if hung else 1))
         self._failed[handle.engine] = times  # in the order of their last failure
         while len(self._failed) > _ENGINES:
             self._failed.pop(next(iter(self._failed)))

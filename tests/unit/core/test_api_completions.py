@@ -73,6 +73,8 @@ def test_several_prompts_in_one_request_are_never_followed(prompt: object) -> No
     assert read_prompt.items == []
     assert read_prompt.tokens is None
     assert not read_prompt.tokenizable
+    assert isinstance(prompt, list)
+    assert read_prompt.several == (len(prompt) > 1)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_an_answer_without_tokens_proves_nothing(reply: Reply) -> None:
 )
 def test_a_handle_is_clipped_to_what_the_tokens_prove(prompt: list[int], proven: int) -> None:
     attached = prove(handle_of(), prompt)
-    assert (attached.proven, attached.tokens) == (proven, len(prompt))
+    assert (attached.proven, attached.prompt) == (proven, prompt)
     params = json.loads(attached.params)
     assert params["remote_num_tokens"] == proven
     assert params["remote_block_ids"] == [list(range(1, proven // BLOCK + 1))]

@@ -277,14 +277,52 @@ def test_when_trusted_p_gets_the_published_form() -> None:
 )
 def test_proof_by_the_router_clips_the_handle_to_what_is_proven(tokens: list[int], count: int, blocks: int) -> None:
     drive = by_router(d_handle(), tokenized(tokens, P2), p_reply(node=P2))
-    assert [a.path for a in drive.asks] == ["/tokenize", "/v1/chat/completions"]
     assert json.loads(drive.asks[0].body) == {"model": "m", "messages": NEXT["messages"]}
     (params,) = drive.carried
     expected = d_handle(proof=False, remote_num_tokens=count, remote_block_ids=[list(range(1, blocks + 1))])
     assert params == expected | {"do_remote_decode": True, "do_remote_prefill": False}
     assert (drive.facts.held, drive.facts.proven) == (160, count)
-    # The node that was asked for the tokens renders the prompt the same way: it gets the P leg.
     assert (drive.asks[0].prefer, drive.asks[1].prefer) == (P1, P2)
+
+
+@pytest.mark.parametrize("more", [{}, {"cache_salt": "s", "priority": 2}])
+def test_p_gets_just_the_tokens_that_were_proven_and_so_does_d(more: Json) -> None:
+    # Were P to render the messages again, the time of day in a template could have changed since `/tokenize`.
+    body = {**NEXT, **more, "max_tokens": 50, "stream": True, "stop": ["x"]}
+    handle = d_handle(salt=more.get("cache_salt", ""))
+    drive = Drive(body, [found(handle), tokenized(LONGER), p_reply()], ROUTER)
+    assert [a.path for a in drive.asks] == ["/tokenize", "/v1/completions"]
+    assert drive.p_bodies == [
+        {
+            "model": "m",
+            **more,
+            "prompt": LONGER,
+            "max_tokens": 1,
+            "stream": False,
+            "kv_transfer_params": drive.carried[0],
+        }
+    ]
+    assert drive.d_body.pop("kv_transfer_params") == {**p_params(), "prompt_token_ids": LONGER}
+    told_nothing = Drive(body, [found(handle), tokenized(LONGER), p_reply()], replace(ROUTER, pass_token_ids=False))
+    assert told_nothing.d_body["kv_transfer_params"] == p_params()
+
+
+def test_a_p_with_the_connector_says_itself_what_it_read() -> None:
+    # It got a handle without digests, and reads nothing that it cannot prove.
+    drive = by_router(d_handle(), tokenized(LONGER), p_reply({"reason": "no_digests"}))
+    assert (drive.facts.outcome, drive.facts.detail, drive.facts.read) == (Outcome.UNPROVEN, "no_digests", 0)
+
+
+def test_what_p_has_against_the_tokens_is_not_told_to_a_client_who_sent_messages() -> None:
+    drive = by_router(d_handle(), tokenized(LONGER), p_error(404), p_reply())
+    assert [a.path for a in drive.asks] == ["/tokenize", "/v1/completions", "/v1/chat/completions"]
+    assert isinstance(drive.decision, Forward)
+    assert (drive.facts.outcome, drive.facts.detail) == (Outcome.READ_FAILED, "404")
+    assert drive.carried[1] == COLD
+    assert drive.judge.failed == []  # D is not to blame
+    again = by_router(d_handle(), tokenized(LONGER), p_error(400), p_error(400, body=b"too long"))
+    assert again.decision == Refuse(400, b"too long")
+    assert again.facts.outcome == Outcome.REJECTED
 
 
 def test_token_ids_from_the_client_need_no_tokenizing() -> None:
@@ -709,8 +747,19 @@ def test_completions_are_found_by_their_text() -> None:
     assert stored(short, {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}) is None
 
 
+@pytest.mark.parametrize("policy", [CONNECTOR, ROUTER, OFF], ids=lambda p: p.proof)
+def test_several_prompts_go_to_d_alone(policy: Policy) -> None:
+    # P would answer with the handle of one of them, and D would load its blocks for each.
+    body = {"model": "m", "prompt": ["word " * 200, "b"]}
+    drive = Drive(body, [] if policy is OFF else [Taken()], policy, Completions())
+    assert drive.asks == []
+    assert drive.d_body == body
+    assert drive.facts.detail == "several_prompts"
+    assert drive.facts.fallback
+
+
 def test_completions_with_several_prompts_leave_nothing() -> None:
-    drive = Drive({"model": "m", "prompt": ["word " * 200, "b"]}, api=Completions())
+    drive = Drive({"model": "m", "prompt": ["word " * 200, "b"]}, [Taken()], api=Completions())
     assert drive.keys == []
     assert (
         stored(

@@ -43,6 +43,7 @@ def http_filter(kind: str, cluster: str = "", more: str = "") -> str:
     return f"                  - {{name: {kind}, typed_config: {{{config}{call}{more}}}}}\n"
 
 
+REQUESTS_ONLY = ", response_direction_config: {common_config: {enabled: {default_value: false}}}"
 EXT_PROC = "ext_proc.v3.ExternalProcessor"
 OTHER_FULL_DUPLEX = http_filter(
     EXT_PROC, "other", ", processing_mode: {response_body_mode: FULL_DUPLEX_STREAMED, response_trailer_mode: SEND}"
@@ -145,7 +146,7 @@ BREAKS: list[tuple[str, list[tuple[str, str]]]] = [
         [("route: {cluster: vllm}", "route: {cluster_header: x-cluster}"), ("{exact: GET}", "{exact: PUT}")],
     ),
     ("31-other-way-in", [("  listeners:\n", OTHER_LISTENER % ("0.0.0.0", "vllm"))]),
-    ("32-filter-order", [(HTTP, HTTP + http_filter("decompressor.v3.Decompressor"))]),
+    ("32-filter-order", [(ROUTER_FILTER, http_filter("decompressor.v3.Decompressor") + ROUTER_FILTER)]),
     ("32-filter-order", [(ROUTER_FILTER, http_filter("compressor.v3.Compressor") + ROUTER_FILTER)]),
     ("p-metadata", [("untyped: [kvreturn]", "untyped: [envoy.lb]")]),
     ("p-metadata", [override("metadata_options: {receiving_namespaces: {typed: [kvreturn]}}")]),
@@ -201,9 +202,11 @@ KEEPS: dict[str, list[tuple[str, str]]] = {
         ("- name: kv\n", "- name: kv\n                    disabled: true\n"),
         on_route("typed_per_filter_config: {kv: {'@type': x/envoy.config.route.v3.FilterConfig, config: {}}}"),
     ],
-    "a decompressor after, a compressor before": [
-        (HTTP, HTTP + http_filter("compressor.v3.Compressor")),
-        (ROUTER_FILTER, http_filter("decompressor.v3.Decompressor") + ROUTER_FILTER),
+    "a compressor and a decompressor before": [
+        (HTTP, HTTP + http_filter("compressor.v3.Compressor") + http_filter("decompressor.v3.Decompressor")),
+    ],
+    "a decompressor of requests behind": [
+        (ROUTER_FILTER, http_filter("decompressor.v3.Decompressor", more=REQUESTS_ONLY) + ROUTER_FILTER),
     ],
     "a single node needs no choice": [
         ("metadata: {key: kvreturn, path: [{key: decode_node}]}", "header: x-node"),

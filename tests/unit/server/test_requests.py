@@ -31,7 +31,7 @@ UNTOUCHED = [
     ("GET", "/v1/realtime", {"upgrade": "websocket", "connection": "Upgrade"}, [b"\x81\x02hi", b"\x81\x02ho"]),
     ("POST", "/v1/audio/transcriptions", {"content-type": UPLOAD}, [b"--x\r\n", b"\x00\xff" * 50_000, b"--x--\r\n"]),
     ("POST", "/v1/chat/completions", {"content-length": "0"}, []),
-    ("PUT", "/v1/chat/completions", {"content-type": "application/json"}, [b'{"kv_transfer_params": {}}']),
+    ("PUT", "/v1/files/7", {"content-type": "text/plain"}, [b'{"kv_transfer_params": {}}']),
 ]
 
 
@@ -67,25 +67,66 @@ async def test_a_request_without_a_body_is_answered_at_once(modes: Modes) -> Non
 
 SCRUBBED = [
     ("/v1/responses", "application/json"),
+    ("/v1/responses", None),  # FastAPI takes a body without a content-type for JSON
     ("/v1/messages", "application/json; charset=utf-8"),
     ("/v1/embeddings", "application/vnd.api+json"),
     ("/v1/chat/completions/", "application/json"),
     ("/v1/responses", "Application/JSON"),  # vLLM compares without case
-    ("/v1/responses", ""),  # FastAPI takes a body without a content-type for JSON
+    ("/v1/responses", ""),
     ("/tokenize", "application/json"),
 ]
 
 
 @pytest.mark.parametrize("modes", ALL_MODES, ids=str)
 @pytest.mark.parametrize(("path", "content_type"), SCRUBBED)
-async def test_json_to_other_paths_is_scrubbed(modes: Modes, path: str, content_type: str) -> None:
+async def test_json_to_other_paths_is_scrubbed(modes: Modes, path: str, content_type: str | None) -> None:
     router = harness()
-    headers = {"content-type": content_type} if content_type else {}
+    headers = {} if content_type is None else {"content-type": content_type}
     body = json.dumps({"model": "m", "input": "Hi", "kv_transfer_params": EVIL}).encode()
     envoy = await router.play(Request(path, [body[:30], body[30:]], headers=headers), SSE, modes)
     assert envoy.upstream.body == b'{"model": "m", "input": "Hi"}'
     assert envoy.client.body == b"".join(SSE.pieces)
     assert (router.asks, router.outcomes()) == ([], {})
+
+
+@pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE"])
+async def test_json_is_scrubbed_whatever_the_method(method: str) -> None:
+    request = Request("/v1/chat/completions", [b'{"a": 1, "kv_transfer_params": {}}'], method)
+    envoy = await harness().play(request, SSE)
+    assert envoy.upstream.body == b'{"a": 1}'
+
+
+@pytest.mark.parametrize("modes", ALL_MODES, ids=str)
+@pytest.mark.parametrize(("path", "outcomes"), [("/v1/chat/completions", {"rejected": 1}), ("/v1/responses", {})])
+@pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP, identity", "unheard-of"])
+async def test_a_compressed_body_cannot_be_read_and_is_refused(
+    modes: Modes, path: str, outcomes: dict[str, int], encoding: str
+) -> None:
+    router = harness()
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    envoy = await router.play(Request(path, [b"\x1f\x8b\x08"], headers=headers), SSE, modes)
+    assert envoy.client.status == 415
+    error = json.loads(envoy.client.body)["error"]
+    assert (error["type"], error["code"]) == ("UnsupportedMediaType", 415)
+    assert encoding.lower() in error["message"]
+    assert envoy.client.headers
+    assert envoy.client.headers["accept-encoding"] == "identity"
+    assert envoy.upstream.headers is None
+    assert (router.asks, router.outcomes()) == ([], outcomes)
+
+
+@pytest.mark.parametrize("encoding", ["identity", "", " Identity "])
+async def test_a_body_that_is_not_compressed_may_say_so(encoding: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    router = harness()
+    await router.play(Request(pieces=[chat("Hi")], headers=headers), SSE)
+    assert len(router.asks) == 1
+
+
+async def test_a_compressed_upload_is_none_of_our_business() -> None:
+    headers = {"content-type": UPLOAD, "content-encoding": "gzip"}
+    envoy = await harness().play(Request("/v1/audio/transcriptions", [b"\x1f\x8b\x08"], headers=headers), SSE)
+    assert envoy.upstream.body == b"\x1f\x8b\x08"
 
 
 @pytest.mark.parametrize("modes", ALL_MODES, ids=str)

@@ -315,6 +315,18 @@ async def test_several_choices_keep_nothing_and_give_no_handle(cluster: Make) ->
     assert not any("kv_transfer_params" in event for event in events)
 
 
+@pytest.mark.parametrize(("connector", "loaded", "late"), [("kvreturn", 100, 0), ("stock", 200, 1)])
+async def test_of_several_choices_one_loads_what_p_keeps(cluster: Make, connector: str, loaded: int, late: int) -> None:
+    # The first read frees P's blocks. What a second one finds there is luck.
+    c = await cluster(d={"connector": connector, "prefix_caching": False})
+    body = generate(ids(1, 100), n=2, temperature=1.0)
+    _, at_d = await c.turn(COMPLETIONS, body)
+    expected = await c.expected(COMPLETIONS, body)
+    assert [tokens(at_d, i) for i in (0, 1)] == [tokens(expected, i) for i in (0, 1)]
+    assert c.d.stats.read_tokens == loaded
+    assert c.p.stats.late_notifications == late
+
+
 @pytest.mark.parametrize(("connector", "given"), [("kvreturn", True), ("stock", False)])
 @pytest.mark.parametrize("usage", [True, False])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

@@ -119,6 +119,7 @@ async def test_a_generation_that_finds_no_block_is_preempted_and_computed_again(
         await c.clock.advance(1)
         await asyncio.sleep(0)
         assert c.clock.now() < 100
+    assert (c.d.stats.running, c.d.stats.waiting) == (0, 1)
     await c.clock.advance(500)  # the one that is finished keeps its blocks until the end of its TTL
     for leg, body in zip(legs, bodies, strict=True):
         _, answer = await asyncio.wait_for(leg, 5)

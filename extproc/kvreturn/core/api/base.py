@@ -27,6 +27,7 @@ class Prompt:
         tokenizable: whether `/tokenize` of vLLM renders exactly this prompt.
         tokens: the prompt's token ids, where the client sent just these.
         passes_ids: whether D takes P's token ids in place of its own tokenizing (vLLM 0.32.0: chat without media).
+        several: whether there are several prompts. P's handle is that of one, and D would load its blocks for all.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Prompt:
     tokenizable: bool
     tokens: Sequence[int] | None = None
     passes_ids: bool = False
+    several: bool = False
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """`POST /v1/completions`."""
 
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,18 @@ from kvreturn.core.jsontext import JSONTextError, ObjectText
 _SEGMENT = 256
 _TOKENIZE = ("model", "prompt", "add_special_tokens")
 _TOKENIZE_SAFE = frozenset({"model", "prompt", "cache_salt"})
+# What a prompt of token ids keeps of a request to any API: whose KV it is, and vLLM's order of scheduling.
+_KEPT = frozenset({"model", "cache_salt", "priority"})
+
+
+def prefill_tokens(body: ObjectText, tokens: Sequence[int], params: bytes) -> bytes:
+    """The P leg's body for just these tokens, whichever API the client's `body` is for.
+
+    P would render messages once more, later than its `/tokenize` did: with a date in the template, another prompt.
+    """
+    kept = ObjectText(body.without({m.name for m in body.members} - _KEPT))
+    prompt = json.dumps(tokens, separators=(",", ":")).encode()
+    return prefill_edit(kept, params, ("max_tokens",), {"prompt": prompt})
 
 
 class Completions:
@@ -49,6 +62,7 @@ class Completions:
             stream=stream,
             tokenizable=isinstance(prompt, str) and plain,
             tokens=prompt if isinstance(prompt, list) and not batch and plain else None,
+            several=batch and len(prompt) > 1,
         )
 
     def prefill_body(self, body: ObjectText, params: bytes, *, ids: bool) -> bytes:

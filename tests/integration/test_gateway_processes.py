@@ -1,0 +1,262 @@
+"""The router as a process of its own: killed, restarted, stuck, and drained, with real Envoy and streams that run."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import pytest
+import yaml
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvreturn.config import Settings
+from kvreturn.envoy.process import Child
+from support.envoy import Json, client_manager, unused_address
+from support.gateway import CHAT, SHIPPED, Front, configuration, envoy_before, what_comes
+from support.nodes import COLD, FakePrefill, Seen, carried_handle, chat, decode_events, handle, sent_params
+from support.tap import Tap
+
+pytestmark = pytest.mark.parametrize("shipped", SHIPPED)
+
+FIRST = chat("Hi", stream=True)
+NEXT = chat("Hi", "Good morning", "And?", stream=True)
+EVENTS = decode_events(params=handle())
+SSE = b"".join(decode_events())
+
+
+@dataclass
+class Paused:
+    """A decode node's handler that writes some bytes, and the rest once it may.
+
+    Attributes:
+        before: bytes that are written at once.
+        go_on: set by the test.
+    """
+
+    before: int
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, seen: Seen) -> web.StreamResponse:
+        text = b"".join(EVENTS)
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(seen.request)
+        await response.write(text[: self.before])
+        await self.go_on.wait()
+        with contextlib.suppress(ConnectionError):  # whoever hangs up in between is the test's matter
+            await response.write(text[self.before :])
+            await response.write_eof()
+        return response
+
+
+@dataclass
+class RouterProcess:
+    """`kvreturn serve` with these settings."""
+
+    plain: Json
+    folder: Path
+    lines: list[str] = field(default_factory=list)
+    child: Child | None = None
+
+    async def start(self) -> None:
+        path = self.folder / "kvreturn.yaml"
+        path.write_text(yaml.safe_dump(self.plain))
+        argv = [sys.executable, "-m", "kvreturn.cli.main", "serve", "--config", str(path)]
+        self.child = Child("router", argv, lambda _, line: self.lines.append(line))
+        await self.child.start()
+        await self.child.ready(lambda: answers(f"http://{self.plain['admin']}/healthz"), 20)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.child
+        os.kill(self.child.pid, number)
+
+    async def kill(self) -> None:
+        assert self.child
+        self.signal(signal.SIGKILL)
+        await self.child.wait()
+
+    async def stop(self) -> int:
+        assert self.child
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
+        return await self.child.stop(10)
+
+    async def outcomes(self) -> dict[str, int]:
+        """Turns by outcome, once there are some: they count when their streams close, a moment after the answer."""
+        url = f"http://{self.plain['admin']}/metrics"
+        async with asyncio.timeout(5), aiohttp.ClientSession() as session:
+            while True:
+                async with session.get(url) as response:
+                    families = text_string_to_metric_families(await response.text())
+                samples = [s for family in families for s in family.samples if s.name == "kvreturn_turns_total"]
+                if samples:
+                    return {s.labels["outcome"]: int(s.value) for s in samples}
+                await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def apart(
+    shipped: str, folder: Path, handler: Paused, change: Callable[[Json], object] = lambda _: None
+) -> AsyncIterator[tuple[Front, RouterProcess, FakePrefill, FakePrefill]]:
+    """Envoy, the router as a process, P, and D with this handler. Whatever happened, no handle reached a client."""
+    async with FakePrefill() as p, FakePrefill(handler) as d:
+        plain = configuration(shipped, [p.address], [d.address], admin=unused_address(), secret="s3cret")
+        router = RouterProcess(plain, folder)
+        await router.start()
+        try:
+            async with envoy_before(Settings.model_validate(plain), change) as there:
+                yield there, router, p, d
+                handler.go_on.set()
+                assert not there.tap.leaks(p.address, d.address)
+        finally:
+            await router.stop()
+
+
+async def answers(url: str) -> bool:
+    try:
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            return response.ok
+    except aiohttp.ClientError:
+        return False
+
+
+# How much D has sent when the router dies: it is between two events, in the middle of the handle, right behind it.
+MOMENTS = (
+    len(EVENTS[0] + EVENTS[1]),
+    b"".join(EVENTS).index(b"remote_engine_id"),
+    len(b"".join(EVENTS[:-1])) - 1,
+)
+
+
+async def test_killed_in_mid_stream_it_takes_the_handle_with_it(shipped: str, tmp_path: Path) -> None:
+    """The client's answer is cut, never passed on unstripped. The next request fails; after a restart it goes cold."""
+    held = Paused(0)
+    async with apart(shipped, tmp_path, held) as (there, router, p, d):
+        for held.before in MOMENTS:
+            async with there.client.post(CHAT, data=FIRST) as answer:
+                got = await answer.content.readexactly(len(EVENTS[0]))
+                await router.kill()
+                held.go_on.set()
+                rest, whole = await what_comes(answer)
+            assert not whole
+            assert SSE.startswith(got + rest)
+            count = len(p.seen), len(d.seen)
+            assert (await there.post(CHAT, NEXT)).status == 500
+            assert (len(p.seen), len(d.seen)) == count
+            await router.start()
+            assert await once_up(there, NEXT) == SSE
+            assert sent_params(p.seen[-1].body) == COLD
+            assert await router.outcomes() == {"not_a_continuation": 1}
+            held.go_on.clear()
+
+
+async def test_restarted_between_turns_it_has_forgotten_them(shipped: str, tmp_path: Path) -> None:
+    held = Paused(0)
+    held.go_on.set()
+    async with apart(shipped, tmp_path, held) as (there, router, p, _):
+        assert (await there.post(CHAT, FIRST)).body == SSE
+        assert (await there.post(CHAT, NEXT)).body == SSE
+        assert carried_handle(p.seen[-1].body) == handle()
+        assert await router.stop() == 0
+        await router.start()
+        third = chat("Hi", "Good morning", "And?", "Good morning", "Go on", stream=True)
+        assert await once_up(there, third) == SSE
+        assert sent_params(p.seen[-1].body) == COLD
+
+
+async def test_016_a_stuck_router_is_a_504_and_a_dead_one_a_500(shipped: str, tmp_path: Path) -> None:
+    """In full duplex Envoy runs no timer: there the client waits until the router is gone."""
+
+    def impatient(bootstrap: Json) -> None:
+        client_manager(bootstrap)["http_filters"][0]["typed_config"]["message_timeout"] = "0.3s"
+
+    held = Paused(0)
+    held.go_on.set()
+    async with apart(shipped, tmp_path, held, impatient) as (there, router, p, d):
+        router.signal(signal.SIGSTOP)
+        waiting = asyncio.create_task(there.post(CHAT, FIRST))
+        if shipped == "full-duplex":
+            await asyncio.sleep(0.6)
+            assert not waiting.done()
+        else:
+            assert (await waiting).status == 504
+        await router.kill()
+        if shipped == "full-duplex":
+            assert (await waiting).status == 500
+        assert (await there.post(CHAT, FIRST)).status == 500
+        assert not p.seen + d.seen
+
+
+async def test_up_drains_streams_and_prefill_legs_that_run(shipped: str, tmp_path: Path) -> None:
+    """SIGTERM to `kvreturn up`: whatever was begun comes to its end, byte for byte, and the exit code is 0."""
+    held, slow = Paused(len(EVENTS[0])), asyncio.Event()
+
+    async def computes(seen: Seen) -> web.StreamResponse:
+        if b"slow" in seen.body:
+            await slow.wait()
+        return await plain_p(seen)
+
+    async with FakePrefill() as p, FakePrefill(held) as d:
+        plain_p, p.handler = p.handler, computes
+        config = configuration(shipped, [p.address], [d.address], drain_timeout=20, secret="s3cret")
+        path = tmp_path / "kvreturn.yaml"
+        path.write_text(yaml.safe_dump(config))
+        lines: list[str] = []
+        argv = [sys.executable, "-m", "kvreturn.cli.main", "up", "--config", str(path), "--concurrency", "1"]
+        up, tap = Child("up", argv, lambda _, line: lines.append(line)), Tap()
+        await up.start()
+        try:
+            async with tap.before(config["envoy"]["listen"]), aiohttp.ClientSession() as client:
+                await said(lines, "ready: ")
+                url = f"http://{tap.address}{CHAT}"
+                legged = asyncio.create_task(post(client, url, chat("slow", stream=True)))
+                async with asyncio.timeout(5), client.post(url, data=FIRST) as answer:
+                    got = await answer.content.readexactly(len(EVENTS[0]))
+                    while len(p.seen) < 2:  # noqa: ASYNC110 - both are under way
+                        await asyncio.sleep(0.005)
+                    os.kill(up.pid, signal.SIGTERM)
+                    await said(lines, "stopping")
+                    await refused(config["envoy"]["listen"])
+                    slow.set()
+                    held.go_on.set()
+                    got += await answer.read()
+                assert (got, await legged) == (SSE, (200, SSE))
+                assert await asyncio.wait_for(up.wait(), 10) == 0
+                assert not tap.leaks(p.address, d.address)
+        finally:
+            await up.stop(5)
+
+
+async def once_up(there: Front, body: bytes) -> bytes:
+    """The answer to a request, once Envoy has found the router again."""
+    async with asyncio.timeout(5):
+        while (answer := await there.post(CHAT, body)).status == 500:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.02)
+    return answer.body
+
+
+async def said(lines: list[str], text: str) -> None:
+    """Wait until one of the lines has this text."""
+    async with asyncio.timeout(20):
+        while not any(text in line for line in lines):  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.005)
+
+
+async def post(client: aiohttp.ClientSession, url: str, body: bytes) -> tuple[int, bytes]:
+    async with client.post(url, data=body) as answer:
+        return answer.status, await answer.read()
+
+
+async def refused(address: str) -> None:
+    """Wait until nobody listens there any more."""
+    host, port = address.split(":")
+    with contextlib.suppress(ConnectionError):
+        while True:
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.close()
+            await asyncio.sleep(0.01)
