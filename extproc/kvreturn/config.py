@@ -202,6 +202,8 @@ def load_settings(path: Path, environ: Mapping[str, str] = os.environ) -> Settin
         raise ConfigError(f"{path}: {e.strerror}") from e
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ConfigError(f"{path}: not YAML: {e}") from e
+    if isinstance(node, yaml.Node) and (twice := _duplicate(node)):
+        raise ConfigError(f"{path}:{twice.start_mark.line + 1}: {twice.value}: given twice")
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: the file must hold one mapping; see the README for the smallest one")
     if environ.get(SECRET_ENV):
@@ -211,6 +213,21 @@ def load_settings(path: Path, environ: Mapping[str, str] = os.environ) -> Settin
     except ValidationError as e:
         lines = [f"{path}:{_line(node, err['loc'])}: {_explain(err)}" for err in e.errors()]
         raise ConfigError("\n".join(lines)) from None
+
+
+def _duplicate(node: yaml.Node) -> yaml.ScalarNode | None:
+    """The second key of two that are the same; YAML would take the last one without a word."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                return key
+            seen.add(str(key.value))
+            if found := _duplicate(value):
+                return found
+    elif isinstance(node, yaml.SequenceNode):
+        return next((found for item in node.value if (found := _duplicate(item))), None)
+    return None
 
 
 def _line(node: yaml.Node | None, loc: tuple[int | str, ...]) -> int:

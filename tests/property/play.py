@@ -334,4 +334,3 @@ async def play(history: History, tally: Tally) -> None:
     assert not left, f"tasks are left: {left}"
     tally.histories += 1
     tally.combinations[history.setup.template, history.setup.tokenizer] += 1
-

@@ -45,7 +45,14 @@ class Level:
 
 
 _COMMON = {"first_turn": 30, "rejected": 2}
-_SESSIONS = {**_COMMON, "cancelled": 1, "not_a_continuation": 5, "already_taken": 5, "multiple_choices": 2, "expired": 2}
+_SESSIONS = {
+    **_COMMON,
+    "cancelled": 1,
+    "not_a_continuation": 5,
+    "already_taken": 5,
+    "multiple_choices": 2,
+    "expired": 2,
+}
 
 LEVELS = {
     "connector": Level(

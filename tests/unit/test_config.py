@@ -241,3 +241,22 @@ def test_the_defaults_are_settings_that_a_file_may_hold(tmp_path: Path) -> None:
     defaults: dict[str, Any] = json.loads(Settings.model_validate(SMALLEST).model_dump_json())
     assert load(tmp_path, yaml.safe_dump(defaults | {"secret": ""})) == Settings.model_validate(SMALLEST)
     assert all(math.isfinite(v) for v in defaults["store"].values())
+
+
+@pytest.mark.parametrize("text", ["proof: off\n", "models: {m: {proof: off}}\n"])
+def test_a_bare_off_is_the_level_and_not_yamls_false(tmp_path: Path, text: str) -> None:
+    assert load(tmp_path, POOLS + text).proof_for("m") == "off"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("proof: off\nproof: trusted\n", 5),
+        ("store:\n  ttl: 1\n  ttl: 2\n", 6),
+        ("models: {a: {proof: off, proof: off}}\n", 4),
+    ],
+)
+def test_a_setting_that_is_given_twice_is_no_setting(tmp_path: Path, text: str, line: int) -> None:
+    (error,) = errors(tmp_path, POOLS + text)
+    assert error.startswith(f"FILE:{line}: ")
+    assert error.endswith(": given twice")

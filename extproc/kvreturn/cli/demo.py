@@ -10,16 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import click
+import openai
 from rich.console import Console
 
 from kvreturn.demo.run import Turn, play, sentence, summary
 from kvreturn.demo.script import Script, ScriptError, built_in, from_file
-from kvreturn.demo.show import LiveTable, plot
+from kvreturn.demo.show import TurnTable, plot
 from kvreturn.demo.stack import SimOptions, simulated
 from kvreturn.envoy.process import ProcessError, Sink
+from kvreturn.envoy.runner import find_envoy
 from kvreturn.sim import TEMPLATES
 
 _LOG_LINES = 200
+_LEGEND = """\
+[bold]Simulated:[/] the nodes and all timing ({rate:,.0f} prompt tokens/s, 10 GB/s between nodes). No GPU is used.
+[bold]Real:[/] the openai client, Envoy, the router, and every byte between them.
+
+[bold]off:[/] the prefill node P computes the whole history anew each turn.
+[bold]on:[/] P reads back from the decode node D what D holds of it.
+Each turn is played off, on, and on a plain node, whose answer the others must equal."""
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -61,6 +70,7 @@ def command(
     except ScriptError as e:
         raise click.ClickException(str(e)) from None
     _check_picture(picture)
+    _check_envoy()
     options = SimOptions(template=template, tokenizer=tokenizer, prefill_cache=prefill_cache)
     logs: deque[str] = deque(maxlen=_LOG_LINES)
 
@@ -74,6 +84,8 @@ def command(
         turns = asyncio.run(_until_signal(_run(script, options, console, sink)))
     except ProcessError as e:
         raise click.ClickException(str(e)) from None
+    except openai.APIStatusError as e:
+        raise click.ClickException(f"the nodes refused a request of the conversation: {e.message}") from None
     except (asyncio.CancelledError, KeyboardInterrupt):
         raise click.Abort from None
     except Exception:
@@ -84,6 +96,14 @@ def command(
     if not result["identical"]:
         click.echo("The answers differ: this must never happen.", err=True)
         sys.exit(1)
+
+
+def _check_envoy() -> None:
+    """Before all the nodes are started in vain."""
+    try:
+        find_envoy()
+    except ProcessError as e:
+        raise click.ClickException(str(e)) from None
 
 
 def _check_picture(picture: Path | None) -> None:
@@ -100,27 +120,27 @@ def _tell(turns: list[Turn], console: Console, picture: Path | None, *, as_json:
     if as_json:
         click.echo(json.dumps(result))
     else:
-        console.print("\n" + sentence(result))
+        console.print("\n" + sentence(result), highlight=False)
+        if result["identical"]:
+            console.print("In every turn all three answers were the same.")
     return result
 
 
 async def _until_signal(work: Coroutine[Any, Any, list[Turn]]) -> list[Turn]:
-    """Run it, and end it in order when SIGTERM comes: the processes of the demo go with it."""
+    """Run it, and end it in order when it is to stop or its terminal goes: the processes of the demo go with it."""
     task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     return await task
 
 
 async def _run(script: Script, options: SimOptions, console: Console, sink: Sink) -> list[Turn]:
     turns: list[Turn] = []
-    console.print(
-        "Nodes and their timing are [bold]simulated[/] (10,000 prompt tokens/s, 10 GB/s); the openai client, Envoy, "
-        "the router and everything on the wire are real."
-    )
+    console.print(_LEGEND.format(rate=options.prefill_rate), highlight=False)
     with console.status("") as status:
         async with simulated(options, sink, lambda what: status.update(f"starting {what}")) as stack:
             status.stop()
-            with LiveTable(console, script.length, simulated=True) as table:
+            with TurnTable(console, script.length) as table:
                 async for turn in play(stack, script):
                     turns.append(turn)
                     table.add(turn)

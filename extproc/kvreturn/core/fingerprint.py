@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 _SIZE = 16
+_NEAR = 4096
 _encoder = msgspec.json.Encoder(order="deterministic")
 
 
@@ -66,8 +67,12 @@ class Trail:
         return len(self.digests) - 1
 
     def candidates(self) -> list[bytes]:
-        """Where a predecessor may be stored, nearest first: a whole turn before the prompt of one."""
-        return [k for d in reversed(self.digests[1:]) for k in (_turn_key(d), _prompt_key(d))]
+        """Where a predecessor may be stored, nearest first: a whole turn before the prompt of one.
+
+        Only the nearest few thousand items are looked at: a turn adds some, not thousands.
+        """
+        near = self.digests[1:][-_NEAR:]
+        return [k for d in reversed(near) for k in (_turn_key(d), _prompt_key(d))]
 
     def turn_key(self) -> bytes | None:
         """Where a turn with all of these items (its answer included) is stored. None if there are no items."""

@@ -20,6 +20,9 @@ _NEXT = re.compile(rb"[ \t\n\r]*([,}])")
 _END = re.compile(rb"[ \t\n\r]*")
 
 
+_MAX_MEMBERS = 10_000  # no request or response has a hundredth of it; each costs time
+
+
 class JSONTextError(ValueError):
     """The text is not what was asked for: no JSON, no object, or nested too deeply."""
 
@@ -41,6 +44,10 @@ def loads(text: bytes | bytearray | memoryview) -> Any:  # noqa: ANN401 - JSON
         return json.loads(bytes(text).decode())
     except (ValueError, RecursionError) as e:
         raise JSONTextError(_short(e)) from None
+
+
+class TooManyError(JSONTextError):
+    """More members than anybody needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,8 @@ class ObjectText:
             raise JSONTextError(_short(e)) from None
         try:
             self.members = _fast(text)
+        except TooManyError:
+            raise
         except (msgspec.MsgspecError, RecursionError, JSONTextError):
             self.members = _slow(text)
 
@@ -178,6 +187,8 @@ def _members(text: bytes, value_end: Callable[[str, int], int]) -> list[Member]:
         name = _name(head[1])
         end = value_end(name, head.end())
         members.append(Member(name, head.start(1), head.end(), end))
+        if len(members) > _MAX_MEMBERS:
+            raise TooManyError(f"an object with more than {_MAX_MEMBERS} members")
         tail = _NEXT.match(text, end)
         if not tail:
             raise JSONTextError(f"not JSON: no comma or end of the object at byte {end}")

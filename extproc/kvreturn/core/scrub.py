@@ -3,10 +3,11 @@
 from collections.abc import Iterable
 
 from kvreturn.core.capture import HIDDEN
-from kvreturn.core.jsontext import ObjectText, drop_nested
+from kvreturn.core.jsontext import JSONTextError, ObjectText, drop_nested
 
 # vLLM copies members of these into `SamplingParams.extra_args`, where its connectors look for `kv_transfer_params`.
 _CONTAINERS = ("vllm_xargs", "extra_args", "sampling_params", "extra_body", "metadata")
+_CONTAINER_BYTES = 256 * 1024  # of all of these together: parsing them takes time, and nobody needs more
 _HINTS = (b"transfer_params", b"\\u")  # a name can be written with escapes
 
 OWN_HEADERS = "x-kvreturn-"
@@ -30,6 +31,8 @@ def scrub_body(body: ObjectText) -> ObjectText:
         JSONTextError: a member that might hold them cannot be read.
     """
     values = [body.text[m.value : m.end] for m in body.members if m.name in _CONTAINERS]
+    if sum(map(len, values)) > _CONTAINER_BYTES:
+        raise JSONTextError(f"{', '.join(_CONTAINERS)} hold more than {_CONTAINER_BYTES} bytes")
     if any(hint in value for value in values for hint in _HINTS):
         body = ObjectText(body.map_values(_CONTAINERS, lambda raw: drop_nested(raw, HIDDEN)))
     return ObjectText(body.without(HIDDEN)) if any(name in body for name in HIDDEN) else body

@@ -104,17 +104,24 @@ def from_file(path: Path) -> Script:
     if not opening or not turns:
         raise ScriptError(f"{path}: needs a message before the first answer, and at least one after it")
     tools = data.get("tools") if isinstance(data, dict) else None
-    called = {
-        call["function"]["name"] for m in messages for call in m.get("tool_calls") or () if m["role"] == "assistant"
-    }
+    if tools and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
+        raise ScriptError(f"{path}: `tools` must be a list of OpenAI tool definitions")
+    called = {name for message in messages if message["role"] == "assistant" for name in _called(message)}
     return Script(opening, turns, tools or [_tool(name, "A tool of the recorded agent.") for name in sorted(called)])
 
 
 def _text(message: Message) -> str:
     content = message.get("content") or ""
     if isinstance(content, list):
-        return "".join(part.get("text", "") for part in content if isinstance(part, dict))
+        return "".join(str(part.get("text") or "") for part in content if isinstance(part, dict))
     return str(content)
+
+
+def _called(message: Message) -> list[str]:
+    """Names of the tools that an answer calls; what is no tool call is left out."""
+    calls = message.get("tool_calls")
+    functions = [c.get("function") for c in calls if isinstance(c, dict)] if isinstance(calls, list) else []
+    return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
 
 
 def reply(answer: Message, texts: Sequence[str]) -> list[Message]:

@@ -1,72 +1,68 @@
-"""How the demo shows its turns: a table that grows, and a plot."""
+"""How the demo shows its turns: rows that come one by one, and a plot."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
+from rich.text import Text
 
 from kvreturn.demo.run import Turn
 
+# Rows stay below 80 columns with the longest outcome, and come one by one: so they can be read in any terminal, and in
+# the log of a CI run as well. Each group's title stands over its two columns.
+_GROUPS = f"{'':14}{' computed by P ':─^17}{'read back':>11}  {' TTFT, ms ':─^14}"
+_NAMES = f"{'turn':>5}{'prompt':>9}{'off':>8}{'on':>9}{'from D':>11}{'off':>9}{'on':>7}  outcome"
 
-class LiveTable:
-    """A table on the terminal that grows with every turn. Use as a context manager.
+
+class TurnTable:
+    """A table that grows with every turn, and a line below it that says what is under way. Use as a context manager.
 
     Args:
         console: where to show it.
         total: number of turns to come.
-        simulated: whether the figures are of simulated nodes, which the table says.
     """
 
-    def __init__(self, console: Console, total: int, *, simulated: bool) -> None:
+    def __init__(self, console: Console, total: int) -> None:
+        self._console = console
         self._total = total
-        self._turns: list[Turn] = []
-        self._note = "simulated nodes and timing" if simulated else "real vLLM"
-        self._live = Live(self._table(), console=console, auto_refresh=False)
+        self._shown = 0
+        self._status = console.status("")
 
     def __enter__(self) -> Self:
-        """Begin to show."""
-        self._live.start()
+        """Show the head."""
+        self._console.print()
+        self._line(Text(_GROUPS))
+        self._line(Text(_NAMES, style="bold"))
+        self._status.start()
+        self._announce()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the table as it is."""
-        self._live.stop()
+        """Leave the rows as they are."""
+        self._status.stop()
 
     def add(self, turn: Turn) -> None:
         """Show one more turn."""
-        self._turns.append(turn)
-        self._live.update(self._table(), refresh=True)
+        off, on = turn.off, turn.on
+        row = Text(
+            f"{turn.turn:>5}{turn.prompt_tokens:>9,}{off.computed_tokens:>8,}{on.computed_tokens:>9,}"
+            f"{on.read_back_tokens:>11,}{off.ttft_ms:>9,.0f}{on.ttft_ms:>7,.0f}  {on.outcome}"
+        )
+        if not turn.identical:
+            row.append("  ANSWERS DIFFER", style="bold red")
+        self._line(row)
+        self._shown += 1
+        self._announce()
 
-    def _table(self) -> Table:
-        table = Table(title=f"turn {len(self._turns)} of {self._total}   ({self._note})", title_justify="left")
-        for name in (
-            "turn",
-            "prompt\ntokens",
-            "computed by P\noff",
-            "\non",
-            "read back\nfrom D",
-            "TTFT ms\noff",
-            "\non",
-        ):
-            table.add_column(name, justify="right")
-        table.add_column("outcome")
-        table.add_column("same\nanswer")
-        for t in self._turns:
-            table.add_row(
-                str(t.turn),
-                f"{t.prompt_tokens:,}",
-                f"{t.off.computed_tokens:,}",
-                f"{t.on.computed_tokens:,}",
-                f"{t.on.read_back_tokens:,}",
-                f"{t.off.ttft_ms:,.0f}",
-                f"{t.on.ttft_ms:,.0f}",
-                t.on.outcome,
-                "yes" if t.identical else "[bold red]NO[/]",
-            )
-        return table
+    def _announce(self) -> None:
+        if self._shown < self._total:
+            self._status.update(f"turn {self._shown + 1} of {self._total}: off, on, and on a plain node")
+        else:
+            self._status.stop()
+
+    def _line(self, text: Text) -> None:
+        self._console.print(text, no_wrap=True, overflow="ignore", crop=False)
 
 
 def plot(turns: Sequence[Turn], path: Path, *, simulated: bool) -> None:

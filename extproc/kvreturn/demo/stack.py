@@ -81,15 +81,14 @@ async def simulated(options: SimOptions, sink: Sink, progress: Callable[[str], N
         ProcessError: one of them did not start.
     """
     p, d, single = free_addresses(3)
-    common = [
-        *("--model", MODEL, "--model", MODEL_OFF, "--template", options.template, "--tokenizer", options.tokenizer),
-        *("--prefill-rate", str(options.prefill_rate), "--decode-rate", str(options.decode_rate)),
-    ]
+    common = ["--model", MODEL, "--model", MODEL_OFF, "--template", options.template, "--tokenizer", options.tokenizer]
+    rates = ["--prefill-rate", str(options.prefill_rate), "--decode-rate", str(options.decode_rate)]
+    at_once = ["--prefill-rate", "0", "--decode-rate", "0"]  # only the oracle's words are of interest
     cache = "--prefix-caching" if options.prefill_cache else "--no-prefix-caching"
     nodes = [
-        _node("prefill node", sink, ["sim", "prefill", "--listen", p, cache, *common]),
-        _node("decode node", sink, ["sim", "decode", "--listen", d, *common]),
-        _node("single node", sink, ["sim", "single", "--listen", single, "--no-prefix-caching", *common]),
+        _node("prefill node", sink, ["sim", "prefill", "--listen", p, cache, *rates, *common]),
+        _node("decode node", sink, ["sim", "decode", "--listen", d, *rates, *common]),
+        _node("single node", sink, ["sim", "single", "--listen", single, "--no-prefix-caching", *at_once, *common]),
     ]
     async with contextlib.AsyncExitStack() as stack:
         progress("simulated nodes")

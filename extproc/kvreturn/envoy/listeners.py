@@ -104,7 +104,10 @@ def _client_routes(settings: Settings) -> route_pb.VirtualHost:
         route=to_decode,
         typed_per_filter_config={names.EXT_PROC_FILTER: Any.pack(ext_proc_pb.ExtProcPerRoute(disabled=True))},
     )
-    inference = route_pb.Route(name="inference", match=route_pb.RouteMatch(prefix="/"), route=to_decode)
+    # A WebSocket begins with GET. With another method its body would never end, and no turn would ever begin.
+    websocket = route_pb.RouteActionUpgradeConfig(upgrade_type="websocket", enabled=False)
+    turns = route_pb.RouteAction(cluster=names.DECODE_CLUSTER, timeout=_FOREVER, upgrade_configs=[websocket])
+    inference = route_pb.Route(name="inference", match=route_pb.RouteMatch(prefix="/"), route=turns)
     # Here and not as the connection's limit: that one also holds for responses, and would let every slow reader make
     # Envoy keep as much.
     return route_pb.VirtualHost(

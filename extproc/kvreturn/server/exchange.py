@@ -2,8 +2,6 @@
 
 import logging
 import re
-from collections.abc import Generator
-from typing import Any
 
 from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
     CommonResponse,
@@ -16,10 +14,11 @@ from kvreturn.core.address import split_address
 from kvreturn.core.api import API
 from kvreturn.core.api.base import error_body
 from kvreturn.core.capture import open_capture
-from kvreturn.core.ports import Ask, Forward, Refuse, Take
+from kvreturn.core.ports import Refuse
 from kvreturn.core.scrub import foreign_headers
 from kvreturn.core.turn import Turn
-from kvreturn.server.intake import is_json, refused_encoding, scrubbed, turn_api
+from kvreturn.server.drive import drive, scrub
+from kvreturn.server.intake import is_json, refused_encoding, turn_api
 from kvreturn.server.messages import (
     CONTINUE_REQUEST_BODY,
     CONTINUE_REQUEST_TRAILERS,
@@ -188,7 +187,11 @@ class Exchange:
         if not request.complete or self._forwarded:
             return []
         self._forwarded = True
-        decision = await self._run(self._turn, request.take()) if self._turn else scrubbed(request.take())
+        if self._turn and self._record:
+            headers = {h: self._headers[h] for h in _PREFILL_HEADERS if h in self._headers}
+            decision = await drive(self._turn, request.take(), self._world, self._record, headers)
+        else:
+            decision = await scrub(request.take())
         if isinstance(decision, Refuse):
             return self._answer(decision, "refused")
         changes = self._outward(Headers(remove=foreign_headers(self._headers)))
@@ -197,32 +200,6 @@ class Exchange:
         else:
             self.over = not self._duplex
         return request.forward(decision.body, changes, self._metadata(decision.decode_node))
-
-    async def _run(self, turn: Turn, body: bytes) -> Forward | Refuse:
-        """Drive the turn's request side: perform its effects until it decides."""
-        world = self._world
-        assert self._record
-        self._record.size = len(body)
-        headers = {h: self._headers[h] for h in _PREFILL_HEADERS if h in self._headers}
-        deadline = world.clock() + world.settings.prefill.timeout
-        steps: Generator[Any, Any, Forward | Refuse] = turn.request(body)
-        result: Any = None
-        try:
-            while True:
-                effect = steps.send(result)
-                if isinstance(effect, Take):
-                    result = await world.take(effect.keys)
-                else:
-                    assert isinstance(effect, Ask)
-                    # vLLM's engine fails on two live requests of one id, so no client's id goes there.
-                    named = {**headers, "x-request-id": world.new_id()}
-                    with self._record.prefill_leg():
-                        result = await world.client.ask(effect, named, deadline - world.clock())
-        except StopIteration as stop:
-            decision: Forward | Refuse = stop.value
-            return decision
-        finally:
-            steps.close()
 
     def _outward(self, changes: Headers) -> Headers:
         """What changes in the headers of a request that we look at."""

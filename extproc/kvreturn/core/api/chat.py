@@ -19,6 +19,7 @@ from kvreturn.core.api.base import (
 from kvreturn.core.fingerprint import Trail, canonical
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 
+_MAX_MESSAGES = 50_000
 _REASONING = ("reasoning", "reasoning_content")  # vLLM's name, and the older one that others use
 # Members that vLLM 0.32.0's /tokenize renders as the chat endpoint does. A request with any other member that may shape
 # the prompt is not tokenizable.
@@ -43,6 +44,8 @@ class Chat:
             raise BadRequestError(f"`messages`: {e}") from None
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise BadRequestError("`messages` must be a list of at least one message object")
+        if len(messages) > _MAX_MESSAGES:
+            raise BadRequestError(f"`messages` holds {len(messages)} messages; at most {_MAX_MESSAGES} are taken")
         model, (choices, stream) = read_model(body), read_common(body)
         text = not any(_multimodal(m) for m in messages)
         root: list[Any] = [self.name, model, body.load("cache_salt")]

@@ -1,0 +1,67 @@
+"""Driving a turn's request side: performs its effects until it decides."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from kvreturn.core.ports import Ask, Forward, Refuse, Take
+from kvreturn.core.turn import Turn
+from kvreturn.server.intake import scrubbed
+from kvreturn.server.record import TurnRecord
+from kvreturn.server.world import World
+
+T = TypeVar("T")
+# A body of this size is worked on in a thread: parsing and digesting take milliseconds per megabyte, for which all
+# other streams of this process would stand still.
+_LARGE = 256 * 1024
+
+
+async def drive(
+    turn: Turn, body: bytes, world: World, record: TurnRecord, headers: Mapping[str, str]
+) -> Forward | Refuse:
+    """Run the request side of a turn.
+
+    Args:
+        turn: the turn.
+        body: the client's whole body.
+        world: performs the effects.
+        record: is told of them.
+        headers: go with the requests to prefill nodes.
+    """
+    record.size = len(body)
+    deadline = world.clock() + world.settings.prefill.timeout
+    steps = turn.request(body)
+    result: Any = None
+
+    def step() -> tuple[Take | Ask | None, Forward | Refuse | None]:
+        try:
+            return steps.send(result), None
+        except StopIteration as stop:
+            return None, stop.value
+
+    try:
+        while True:
+            effect, decision = await _apart(step, len(body))
+            if decision is not None:
+                return decision
+            if isinstance(effect, Take):
+                result = await world.take(effect.keys)
+            else:
+                assert isinstance(effect, Ask)
+                # vLLM's engine fails on two live requests of one id, so no client's id goes there.
+                named = {**headers, "x-request-id": world.new_id()}
+                with record.prefill_leg():
+                    result = await world.client.ask(effect, named, deadline - world.clock())
+    finally:
+        with contextlib.suppress(ValueError):  # the client left while a thread is at work: it ends by itself
+            steps.close()
+
+
+async def scrub(body: bytes) -> Forward | Refuse:
+    """What becomes of JSON that is no turn of ours."""
+    return await _apart(lambda: scrubbed(body), len(body))
+
+
+async def _apart(work: Callable[[], T], size: int) -> T:
+    return await asyncio.to_thread(work) if size > _LARGE else work()
