@@ -227,6 +227,10 @@ class Conversation:
             ids += item.ids or encode(f"\n{item.text}\n")
         return ids
 
+    def refused(self) -> None:
+        """The request was not accepted; most likely the conversation has become too long."""
+        self.items = self.past[0] if self.past else ()
+
     def answered(self, asked: Asked, answer: "Answer") -> None:
         """The answer is here."""
         last = asked.items[-1]

@@ -25,7 +25,7 @@ _REQUEST: ContextVar[str] = ContextVar("request", default="")
 _IDLE = 100  # passes of the event loop without an event: on loopback, what was sent has arrived a pass later
 _SILENCE = 5_000  # milliseconds of real time without an event, although somebody waits
 _LONGEST_WAIT = 3_600.0  # seconds of the clock: no TTL and no lease is that long
-_PREFILL_TIMEOUT = 20.0  # real seconds, as all of the router's deadlines
+_PREFILL_TIMEOUT = 2 * _LONGEST_WAIT  # who waits for blocks until their TTL is over has not failed
 
 Where = str
 """A point at which a turn can be held up: `send` (a message of Envoy's), `between` the legs, in node `P` or `D`."""

@@ -80,7 +80,7 @@ class Setup:
     start: datetime = _STARTS[0]
     modes: int = 0
     talks: tuple[Talk, ...] = (Talk(),)
-    max_model_len: int = 1024
+    max_model_len: int = 768
 
     def blocks(self, room: float) -> int:
         """KV blocks of a node, the null block included."""
@@ -293,8 +293,8 @@ _STYLES = st.sampled_from([Style(), Style(reasoning="drop")]) | st.builds(
 HONEST = ("go_on",)
 _CHANGES = (
     *["go_on"] * 12,
-    *("regenerate", "regenerate", "retry", "retry", "resume", "resume", "edit", "edit", "delete", "shorten"),
-    *("tools", "thinking", "model", "salt", "tenant", "picture", "finish_it", "batch"),
+    *("regenerate", "regenerate", "retry", "retry", *["resume"] * 4, "edit", "edit", "delete", "shorten"),
+    *("tools", "thinking", "model", "salt", "tenant", "picture", "picture", "finish_it", "batch"),
 )
 
 
@@ -338,7 +338,7 @@ def _turns(changes: tuple[str, ...], *, pauses: bool) -> st.SearchStrategy[Turn]
 def _steps(changes: tuple[str, ...]) -> st.SearchStrategy[Step]:
     turn = _turns(changes, pauses=True)
     together = st.builds(Together, st.lists(_turns(changes, pauses=False), min_size=2, max_size=3).map(tuple))
-    waits = st.builds(Wait, st.sampled_from([1.0, 20.0, 45.0, 61.0, 400.0, 446.0, 472.0, 481.0, 86_400.0]))
+    waits = st.builds(Wait, st.sampled_from([1.0, 44.0, 60.0, 420.0, 444.0, 464.0, 480.0, 86_400.0]))
     restarts = st.builds(Restart, st.sampled_from(["P", "D", "router"]))
     fails = st.builds(
         Fail,
@@ -373,7 +373,7 @@ class Kinds:
 def histories(kinds: Kinds, *, length: int = 14) -> st.SearchStrategy[History]:
     """Histories of up to `length` steps."""
     ttls = st.sampled_from(_TTLS)
-    rooms = st.sampled_from([8.0, 8.0, 2.0, 1.0])
+    rooms = st.sampled_from([8.0, 1.5, 1.0, 1.0])
     setups = st.builds(
         lambda ttl, **rest: Setup(decoder_ttl=ttl[0], store_ttl=ttl[1], **rest),
         ttls,
@@ -382,7 +382,7 @@ def histories(kinds: Kinds, *, length: int = 14) -> st.SearchStrategy[History]:
         d=st.just(kinds.d),
         template=st.sampled_from(kinds.templates),
         tokenizer=st.sampled_from(kinds.tokenizers),
-        p_cache=st.booleans(),
+        p_cache=st.sampled_from([False, False, True]),
         d_cache=st.booleans(),
         p_room=rooms,
         d_room=rooms,

@@ -204,6 +204,8 @@ class Player:
             run.talk.answered(run.asked, told.answer(run.asked.choices - 1))
             return
         self.tally.fates["incomplete" if told.status == 200 else f"status {told.status}"] += 1
+        if told.status == 400:
+            run.talk.refused()
         assert not calm or told.status == expected.status, f"{told.status} in place of {expected.status}: {told.body!r}"
 
     def _faults(self) -> bool:

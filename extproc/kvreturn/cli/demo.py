@@ -23,12 +23,12 @@ from kvreturn.sim import TEMPLATES
 
 _LOG_LINES = 200
 _LEGEND = """\
-[bold]Simulated:[/] the nodes and all timing ({rate:,.0f} prompt tokens/s, 10 GB/s between nodes). No GPU is used.
-[bold]Real:[/] the openai client, Envoy, the router, and every byte between them.
+[bold]Simulated:[/] the nodes and all timing ({rate:,.0f} prompt tokens/s; no GPU is used).
+[bold]Real:[/]      the openai client, Envoy, the router, and every byte between them.
 
 [bold]off:[/] the prefill node P computes the whole history anew each turn.
-[bold]on:[/] P reads back from the decode node D what D holds of it.
-Each turn is played off, on, and on a plain node, whose answer the others must equal."""
+[bold]on:[/]  P reads back from the decode node D what D holds of it.
+Each turn is played off, on, and on a plain node: all answers must be equal."""
 _PICTURES = (".png", ".svg", ".pdf")
 
 

@@ -1,6 +1,7 @@
 """The processes of the demo: nodes, router and Envoy, on free loopback ports."""
 
 import contextlib
+import random
 import socket
 import sys
 import tempfile
@@ -11,12 +12,15 @@ from pathlib import Path
 import aiohttp
 import yaml
 
-from kvreturn.envoy.process import Child, Sink
+from kvreturn.envoy.process import Child, ProcessError, Sink
 
 MODEL = "sim"
 MODEL_OFF = "sim-off"
 _READY_WITHIN = 60.0
 _STOP_WITHIN = 15.0
+# Below those that the system hands out by itself (on Linux from 32768 on): one of these would be gone before its server
+# binds it, if somebody's connection came first.
+_PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +64,21 @@ class SimOptions:
 
 
 def free_addresses(count: int) -> list[str]:
-    """Loopback addresses that nobody listens on."""
+    """Loopback addresses that nobody listens on.
+
+    Raises:
+        ProcessError: there are not so many.
+    """
+    found: list[str] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [f"127.0.0.1:{s.getsockname()[1]}" for s in sockets]
+        for port in random.sample(_PORTS, len(_PORTS)):
+            probe = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                found.append(f"127.0.0.1:{port}")
+            if len(found) == count:
+                return found
+    raise ProcessError(f"no {count} free ports between {_PORTS.start} and {_PORTS.stop} on 127.0.0.1")
 
 
 @contextlib.asynccontextmanager

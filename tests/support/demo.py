@@ -1,0 +1,75 @@
+"""The demo: a short conversation, the command in this process, and its stack on nodes that take no time."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import click.testing
+
+from kvreturn.cli.main import main
+from kvreturn.demo.stack import MODEL, MODEL_OFF, Stack
+from kvreturn.sim import NO_TIMING, NodeConfig, SimNode
+from support.envoy import unused_address
+from support.gateway import front, serving_sims
+
+SHORT = {
+    "messages": [
+        {"role": "system", "content": "You are a helpful engineer. " * 30},
+        {"role": "user", "content": "Where is the bug? " * 20},
+        {"role": "assistant", "content": "I look.", "tool_calls": [{"id": "1", "function": {"name": "grep"}}]},
+        {"role": "tool", "content": "main.c:7: int x = y;\n" * 20, "tool_call_id": "1"},
+        {"role": "assistant", "content": "There."},
+        {"role": "user", "content": "Then mend it."},
+    ]
+}
+
+
+@dataclass
+class Ran:
+    """How the command ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def run(*arguments: str) -> Ran:
+    """Run the command in this process; it must not end with an exception."""
+    result = click.testing.CliRunner().invoke(main, ["demo", *arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+@dataclass
+class Nodes:
+    p: SimNode
+    d: SimNode
+    oracle: SimNode
+    stack: Stack
+
+
+@contextlib.asynccontextmanager
+async def nodes(
+    template: str = "plain", oracle_template: str | None = None, tokenizer: str = "exact"
+) -> AsyncIterator[Nodes]:
+    """The demo's stack. Another template for the oracle makes it say something else."""
+    common: Any = {
+        "model": MODEL,
+        "aliases": (MODEL_OFF,),
+        "tokenizer": tokenizer,
+        "timing": NO_TIMING,
+        "connector": "kvreturn",
+    }
+    p = SimNode(NodeConfig(role="prefill", prefix_caching=False, template=template, **common))
+    d = SimNode(NodeConfig(role="decode", template=template, **common))
+    oracle = SimNode(NodeConfig(role="single", template=oracle_template or template, **common))
+    admin = unused_address()
+    async with serving_sims(p, d, oracle) as urls:
+        addresses = [url.removeprefix("http://") for url in urls]
+        models = {MODEL_OFF: {"proof": "off"}}
+        async with front("kvreturn", addresses[:1], addresses[1:2], admin=admin, models=models) as there:
+            stack = Stack(
+                there.url, f"{urls[2]}/v1", f"{urls[0]}/metrics", f"http://{admin}/metrics", "sim", simulated=True
+            )
+            yield Nodes(p, d, oracle, stack)
