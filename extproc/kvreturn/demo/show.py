@@ -79,6 +79,8 @@ def plot(turns: Sequence[Turn], path: Path, *, simulated: bool) -> None:
     axes.set_xlabel("prompt tokens")
     axes.set_ylabel("time to first token, ms")
     axes.set_ylim(bottom=0)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     nodes = "simulated nodes and timing" if simulated else "real vLLM nodes on the CPU"

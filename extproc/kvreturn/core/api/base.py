@@ -1,5 +1,6 @@
 """What the turn needs to know of an API."""
 
+import abc
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +67,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Answer:
+class Answer(abc.ABC):
     """An answer as the client saw it, collected chunk by chunk.
 
     Attributes:
@@ -96,17 +97,17 @@ class Answer:
             if index == 0:
                 self.read_choice(choice, stream=stream)
 
+    @abc.abstractmethod
     def read_choice(self, choice: Mapping[str, Any], *, stream: bool) -> None:
         """Take what one body or chunk says of the first choice."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def items(self, *, strict: bool) -> Sequence[bytes] | None:
         """What the next prompt holds in place of this answer, None if the answer tells nobody for sure.
 
         Args:
             strict: as for `API.read`.
         """
-        raise NotImplementedError
 
 
 class API(Protocol):
