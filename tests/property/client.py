@@ -1,4 +1,4 @@
-"""Clients: what they keep of a conversation, what they do to it, and how they write it into the next request."""
+"""Clients: what they keep of a conversation, what they do to it, and the requests that they make of it."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,33 +6,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvreturn.sim.tokenizer import encode
-from property.history import ADAPTER, ALIAS, MODEL, OPTIONS, SYSTEMS, TEXTS, TOOLS, Json, Setup, Style, Talk, Turn
+from property.history import Setup, Style, Talk, Turn
+from property.wording import ADAPTER, ALIAS, MODEL, OPTIONS, SYSTEMS, TEXTS, TOOLS, Json
+from property.writing import Item, dumps, message_of
 
 _PATHS = {"chat": "/v1/chat/completions", "text": "/v1/completions", "ids": "/v1/completions"}
 _MODELS = (MODEL, ALIAS, ADAPTER)
 _TENANTS: tuple[Mapping[str, str], ...] = ({"authorization": "Bearer one"}, {"authorization": "Bearer two"})
-_SIDE_CHANNELS = ("kv_transfer_params", "vllm_xargs")  # what a client sends there reaches no node
-
-
-@dataclass(frozen=True)
-class Item:
-    """A part of the prompt.
-
-    Attributes:
-        role: whose.
-        text: what was said.
-        answer: the assistant's message as it came.
-        ids: the tokens of an answer, where the client knows them.
-        call: id of the tool call that this is the result of.
-        picture: URL of an image.
-    """
-
-    role: str
-    text: str = ""
-    answer: Json | None = None
-    ids: tuple[int, ...] = ()
-    call: str = ""
-    picture: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,7 +23,7 @@ class Asked:
         path: of it.
         headers: of it.
         body: as sent.
-        plain: the same as a client without bad intentions would send it.
+        plain: the same without what a client may not send.
         items: the conversation that it was made from.
     """
 
@@ -204,7 +184,7 @@ class Conversation:
             body["cache_salt"] = talk.salt
         batch = options.pop("batch", False)
         if talk.api == "chat":
-            body["messages"] = [_message(item, style) for item in self.items]
+            body["messages"] = [message_of(item, style) for item in self.items]
             if talk.tools:
                 body["tools"] = list(TOOLS[talk.tools])
         else:
@@ -214,9 +194,11 @@ class Conversation:
             if options.get("logprobs"):
                 options["logprobs"] = 1
         body |= options
-        plain = {name: value for name, value in body.items() if name not in _SIDE_CHANNELS}
+        plain = {name: value for name, value in body.items() if name != "kv_transfer_params"}
+        if "vllm_xargs" in plain:
+            plain["vllm_xargs"] = {"kept": "yes"}
         return Asked(
-            _PATHS[talk.api], _TENANTS[talk.tenant], _dumps(body, style), _dumps(plain, style), tuple(self.items)
+            _PATHS[talk.api], _TENANTS[talk.tenant], dumps(body, style), dumps(plain, style), tuple(self.items)
         )
 
     def _prompt(self) -> Any:  # noqa: ANN401 - text or token ids
@@ -256,54 +238,3 @@ class Answer:
     text: str
     message: Json | None = None
     ids: Sequence[int] = ()
-
-
-def _dumps(body: Json, style: Style) -> bytes:
-    if style.json == "ascii":
-        return json.dumps(body, indent=1).encode()
-    separators = (",", ":") if style.json == "compact" else None
-    return json.dumps(body, ensure_ascii=False, separators=separators).encode()
-
-
-def _message(item: Item, style: Style) -> Json:
-    if item.role != "assistant":
-        message: Json = {"role": item.role, "content": _content(item.text, style)}
-        if item.call:
-            message["tool_call_id"] = item.call
-        if item.picture:
-            parts = [{"type": "text", "text": item.text}, {"type": "image_url", "image_url": {"url": item.picture}}]
-            message["content"] = parts
-        return message
-    message = dict(item.answer or {})
-    message |= {"role": "assistant", "content": _content(item.text, style)}
-    if not item.text:
-        message |= {"content": None if style.empty == "null" else ""}
-        if style.empty == "missing":
-            del message["content"]
-    reasoning = message.pop("reasoning", None)
-    if reasoning and style.reasoning != "drop":
-        message["reasoning" if style.reasoning == "keep" else "reasoning_content"] = reasoning
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_call(call, style) for call in message["tool_calls"]]
-    return message
-
-
-def _call(call: Json, style: Style) -> Json:
-    arguments = call["function"]["arguments"]
-    try:
-        value = json.loads(arguments)
-    except ValueError:  # cut off by a length limit
-        return call
-    if style.arguments == "compact":
-        arguments = json.dumps(value, separators=(",", ":"))
-    elif style.arguments == "sorted":
-        arguments = json.dumps(value, sort_keys=True, indent=1, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": arguments}}
-
-
-def _content(text: str, style: Style) -> Any:  # noqa: ANN401 - text or a list of parts
-    if style.content == "text":
-        return text
-    middle = len(text) // 2 if style.content == "parts" else 0
-    pieces = [text[:middle], text[middle:]] if middle else [text]
-    return [{"type": "text", "text": piece} for piece in pieces]

@@ -18,7 +18,8 @@ from kvreturn.config import Settings
 from kvreturn.server.service import ExternalProcessor
 from kvreturn.server.world import World
 from kvreturn.sim import NO_TIMING, LocalFabric, ManualClock, NodeConfig, SimNode
-from property.history import ADAPTER, ALIAS, MODEL, Setup
+from property.history import Setup
+from property.wording import ADAPTER, ALIAS, MODEL
 
 _REQUEST: ContextVar[str] = ContextVar("request", default="")
 """The router's id of the request that the current task works for: the name of the turn, a dot, a number."""
@@ -61,12 +62,14 @@ class Watch:
         gates: by turn.
         rendered: date and time of day at which a request's prompt was rendered, by the id of the request.
         events: grows with everything that happens.
+        exchanges: how many exchanges have begun.
     """
 
     turn: ContextVar[str] = field(default_factory=lambda: ContextVar("turn", default=""))
     gates: dict[str, Gate] = field(default_factory=dict)
     rendered: dict[str, datetime] = field(default_factory=dict)
     events: int = 0
+    exchanges: int = 0
 
     def new_id(self) -> str:
         """In place of the router's random ids."""

@@ -1,80 +1,42 @@
-"""Plays a history: the harness is Envoy and all clients, and checks after every step what must always hold."""
+"""Plays a history, and checks at every step what must always hold."""
 
 import asyncio
-import json
-import random
 from dataclasses import dataclass, field
 
-import aiohttp
-
-from kvreturn._proto.envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from kvreturn.core.handle import PARAMS
 from property.client import Asked, Conversation
 from property.cluster import Cluster, Gate, open_cluster
+from property.exchange import JSON, GivenUpError, exchange
 from property.history import Fail, History, Pause, Restart, Step, Together, Turn, Wait
-from property.verdict import SECRETS, Tally, Told, compare
-from support.cuts import randomly
-from support.extproc import ALL_MODES, Envoy, Modes, Request, Response
+from property.verdict import Tally, Told, check_secrets, compare
 from support.harness import outcomes
-from support.messages import body_message, headers_message
-from support.streams import LocalStream
 
-_PIECES = (1_000_000, 20_000, 3_000, 700, 150, 60)  # mean bytes of what a node's response comes in
-_LEASE = 30.0  # seconds; vLLM's `kv_lease_duration`
-_JSON = {"content-type": "application/json"}
 _FOR_GOOD = 1_000.0  # seconds after which no TTL and no lease is left
-
-
-class HeldStream(LocalStream):
-    """A stream on which a message can be held up."""
-
-    def __init__(self, cluster: Cluster, name: str) -> None:
-        self._watch, self._name = cluster.watch, name
-        super().__init__(cluster.router.service)
-
-    async def send(self, message: pb.ProcessingRequest) -> None:
-        await self._watch.at("send", self._name)
-        await super().send(message)
-
-
-class Exchange(Envoy):
-    """One exchange; the node's connection may break in the midst of its response."""
-
-    def __init__(self, stream: LocalStream, modes: Modes) -> None:
-        super().__init__(stream, modes)
-        self.stream = stream
-
-    async def respond_in_part(self, response: Response) -> None:
-        """The response begins, and does not end."""
-        side = self._sides["response"]
-        headers = {":status": str(response.status), **response.headers}
-        side.headers_sent(headers, end=False)
-        await self._give(headers_message("response", headers, node=response.node))
-        await self._until(lambda: not side.headers_due)
-        for data in response.pieces:
-            side.body_sent(data, end=False)
-            await self._give(body_message("response", data))
-        await self._until(lambda: side.settled)
-
-    async def reset(self) -> None:
-        """The client has left, or the node."""
-        self.stream.cancel()
-        await asyncio.gather(self.stream.task, return_exceptions=True)
+_WORK = ("/v1/chat/completions", "/v1/completions")
 
 
 @dataclass
 class Run:
-    """A turn that is under way."""
+    """A turn that is under way.
+
+    Attributes:
+        name: of it.
+        turn: what the history says.
+        talk: whose it is; None if nobody goes on with it.
+        asked: the request.
+        disturbed: the cluster's at the beginning; None if a fault waited for whoever came next.
+        task: plays the exchange.
+        gate: holds it up.
+        due: number of the step after which it goes on.
+    """
 
     name: str
     turn: Turn
-    talk: Conversation
+    talk: Conversation | None
     asked: Asked
     disturbed: int | None
-    task: "asyncio.Task[Told | None] | None" = None
+    task: "asyncio.Task[Told | None]"
     gate: Gate | None = None
     due: int = 0
-    given_up: bool = False
 
 
 @dataclass
@@ -86,7 +48,7 @@ class Player:
     tally: Tally
     talks: list[Conversation] = field(init=False)
     held: list[Run] = field(default_factory=list)
-    exchanges: int = 0
+    runs: int = 0
 
     def __post_init__(self) -> None:
         self.talks = [Conversation(self.history.setup, talk) for talk in self.history.setup.talks]
@@ -102,50 +64,60 @@ class Player:
             await self._go_on(run)
         await self._check_end()
 
+    async def say(self, asked: Asked) -> Told:
+        """Have one request answered, and the answer compared."""
+        run = self._start(Turn(), None, asked)
+        await self._finish(run)
+        told = run.task.result()
+        assert told
+        return told
+
     async def _step(self, step: Step, number: int) -> None:
-        cluster = self.cluster
         match step:
             case Turn():
                 await self._turn(step, number)
             case Together():
-                runs = [self._start(turn) for turn in step.turns]
-                for run in runs:
+                for run in [self._ask(turn) for turn in step.turns]:
                     await self._finish(run)
             case Wait():
-                await cluster.clock.advance(step.seconds)
+                await self.cluster.clock.advance(step.seconds)
             case Restart():
-                await cluster.restart(step.who)
+                await self.cluster.restart(step.who)
             case Fail():
-                cluster.disturbed += 1
-                cluster.delayed |= step.kind == "delay"
-                node = cluster.p if step.who == "P" else cluster.d
-                node.faults.clear()
-                for path in ("/v1/chat/completions", "/v1/completions"):
-                    node.faults.add(path, step.kind, status=step.status, seconds=16.0)
+                self._fail(step)
+
+    def _fail(self, step: Fail) -> None:
+        cluster = self.cluster
+        cluster.disturbed += 1
+        cluster.delayed |= step.kind == "delay"
+        node = cluster.p if step.who == "P" else cluster.d
+        node.faults.clear()
+        for path in ("/tokenize",) if step.tokenizing else _WORK:
+            node.faults.add(path, step.kind, status=step.status, seconds=16.0)
 
     # --- turns ---
 
-    def _start(self, turn: Turn) -> Run:
-        self.exchanges += 1
-        name = f"t{self.exchanges}"
+    def _ask(self, turn: Turn) -> Run:
         talk = self.talks[turn.talk % len(self.talks)]
-        # None: a fault waits for whoever comes next.
+        return self._start(turn, talk, talk.ask(turn))
+
+    def _start(self, turn: Turn, talk: Conversation | None, asked: Asked) -> Run:
+        self.runs += 1
+        self.tally.turns += 1
+        name = f"t{self.runs}"
+        gate = Gate(turn.pause.where, turn.pause.nth) if turn.pause else None
+        if gate:
+            self.cluster.watch.gates[name] = gate
         disturbed = None if self._faults() else self.cluster.disturbed
-        run = Run(name, turn, talk, talk.ask(turn), disturbed)
-        if turn.pause:
-            run.gate = self.cluster.watch.gates[name] = Gate(turn.pause.where, turn.pause.nth)
-        run.task = asyncio.create_task(self.exchange(run))
-        return run
+        task = asyncio.create_task(exchange(self.cluster, name, asked, turn.cut))
+        return Run(name, turn, talk, asked, disturbed, task, gate)
 
     async def _turn(self, turn: Turn, number: int) -> None:
-        run = self._start(turn)
-        pause, gate, task = turn.pause, run.gate, run.task
-        if pause is None or gate is None:
-            await self._finish(run)
-            return
-        assert task
-        await self.cluster.until(lambda: task.done() or gate.reached, "a turn before its pause")
-        if not gate.reached:
+        run = self._ask(turn)
+        pause, gate = turn.pause, run.gate
+        if pause and gate:
+            await self.cluster.until(lambda: run.task.done() or gate.reached, f"{turn} before its pause")
+        if not (pause and gate and gate.reached):
             await self._finish(run)
             return
         await self._meanwhile(pause)
@@ -170,30 +142,29 @@ class Player:
         await self._finish(run)
 
     async def _abort(self, run: Run) -> None:
-        assert run.task
         self.tally.fates["aborted"] += 1
         run.task.cancel()
         await asyncio.gather(run.task, return_exceptions=True)
         del self.cluster.watch.gates[run.name]
-        engines = (self.cluster.p.engine, self.cluster.d.engine)
-        mine = f"-{run.name}."
+        engines, mine = (self.cluster.p.engine, self.cluster.d.engine), f"-{run.name}."
         await self.cluster.until(
             lambda: not any(mine in live for engine in engines for live in engine._live), "a node after an abort"
         )
+        self._forget_faults()
 
     async def _finish(self, run: Run) -> None:
-        task = run.task
-        assert task
-        await self.cluster.until(task.done, f"turn {run.name} {run.turn}")
-        told = task.result()
+        await self.cluster.until(run.task.done, f"{run.turn}")
         self.cluster.watch.gates.pop(run.name, None)
         calm = run.disturbed == self.cluster.disturbed
-        if run.given_up:
+        self._forget_faults()
+        try:
+            told = run.task.result()
+        except GivenUpError:
             self.tally.fates["given up"] += 1
             return
         if told is None or not told.whole:
             self.tally.fates["broken"] += 1
-            assert not calm, f"nothing happened, and the client got no answer to {run.turn}"
+            assert not calm, f"nothing had happened, and the client got no answer to {run.turn}"
             return
         check_secrets(told)
         expected = await self._expected(run)
@@ -201,69 +172,35 @@ class Player:
             self.tally.fates["complete"] += 1
             self.tally.compared += 1
             compare(told, expected)
-            run.talk.answered(run.asked, told.answer(run.asked.choices - 1))
+            if run.talk:
+                run.talk.answered(run.asked, told.answer(run.asked.choices - 1))
             return
         self.tally.fates["incomplete" if told.status == 200 else f"status {told.status}"] += 1
-        if told.status == 400:
+        wrong = f"{told.status} in place of {expected.status}: {told.body!r}"
+        assert not calm or told.status == expected.status != 200, wrong
+        if told.status == 400 and run.talk:
             run.talk.refused()
-        assert not calm or told.status == expected.status, f"{told.status} in place of {expected.status}: {told.body!r}"
 
-    def _faults(self) -> bool:
-        return any(queue for node in (self.cluster.p, self.cluster.d) for queue in node.faults._queues.values())
+    def _faults(self) -> list[int]:
+        """How many faults wait on each node where some do."""
+        nodes = (self.cluster.p, self.cluster.d)
+        return [n for n in (sum(map(len, node.faults._queues.values())) for node in nodes) if n]
+
+    def _forget_faults(self) -> None:
+        """A fault that has happened on one path does not happen on another."""
+        for node in (self.cluster.p, self.cluster.d):
+            if sum(map(len, node.faults._queues.values())) == 1 < len(node.faults._queues):
+                node.faults.clear()
 
     async def _expected(self, run: Run) -> Told:
         """What the plain node says, at the time at which the prompt was rendered: by D if it did, else by P."""
         cluster = self.cluster
-        rendered = {name: at for name, at in cluster.watch.rendered.items() if name.startswith(f"{run.name}.")}
+        rendered = [at for name, at in cluster.watch.rendered.items() if name.startswith(f"{run.name}.")]
         if rendered:
-            cluster.oracle_clock.reading = list(rendered.values())[-1]
+            cluster.oracle_clock.reading = rendered[-1]
         url = cluster.url(cluster.oracle, run.asked.path)
-        async with cluster.session.post(url, data=run.asked.plain, headers=_JSON) as answer:
+        async with cluster.session.post(url, data=run.asked.plain, headers=JSON) as answer:
             return Told(answer.status, await answer.read(), run.asked.stream)
-
-    # --- one exchange ---
-
-    async def exchange(self, run: Run) -> Told | None:
-        """Returns what the client got; None if its connection broke before it got anything."""
-        cluster, turn, asked = self.cluster, run.turn, run.asked
-        self.tally.turns += 1
-        cluster.watch.turn.set(run.name)
-        rng = random.Random(turn.cut)
-        exchange = Exchange(HeldStream(cluster, run.name), ALL_MODES[self.history.setup.modes])
-        try:
-            request = Request(asked.path, randomly(rng, asked.body, 2_000), headers={**_JSON, **asked.headers})
-            if await exchange.request(request):
-                await self._decode(run, exchange, rng)
-            if exchange.client.headers is None or not exchange.client.ended:
-                await exchange.reset()
-            else:
-                await exchange.finish()
-        except asyncio.CancelledError:
-            await exchange.reset()
-            raise
-        if exchange.failed:
-            raise AssertionError(f"the router failed: {exchange.failed}")
-        client = exchange.client
-        return Told(client.status, client.body, asked.stream, client.ended) if client.headers else None
-
-    async def _decode(self, run: Run, exchange: Exchange, rng: random.Random) -> None:
-        """D's leg."""
-        cluster, up = self.cluster, exchange.upstream
-        assert up.node == cluster.d.address
-        _check_forwarded(run.asked, up.body)
-        begun = cluster.clock.now()
-        await cluster.watch.at("between", run.name)
-        if cluster.clock.now() - begun >= _LEASE:
-            # P has given the blocks up, and in vLLM 0.32.0 D does not see that. Envoy is not that slow.
-            run.given_up = True
-            return
-        headers = {name: value for name, value in (up.headers or {}).items() if not name.startswith(":")}
-        status, kind, body, whole = await _read(cluster, run.asked.path, headers, up.body)
-        cluster.watch.events += 1
-        if status:
-            pieces = randomly(rng, body, _PIECES[run.turn.cut]) or [b""]
-            response = Response(pieces, status, {"content-type": kind}, node=cluster.d.address)
-            await (exchange.respond(response) if whole else exchange.respond_in_part(response))
 
     # --- what must hold ---
 
@@ -275,7 +212,7 @@ class Player:
             assert stats.leaked_blocks == 0, f"{name} leaks blocks"
 
     async def _check_end(self) -> None:
-        """Nothing is left of anything, once its time is over."""
+        """Nothing is left of anything, once its time is over, and every turn has been counted once."""
         cluster, tally = self.cluster, self.tally
         await cluster.clock.advance(_FOR_GOOD)
         nodes = (cluster.p, cluster.d)
@@ -285,42 +222,16 @@ class Player:
             stats = node.stats
             left = (stats.blocks_used, stats.pins, stats.leases, stats.running, stats.waiting)
             assert left == (0, 0, 0, 0, 0), f"{name} is left with {stats}"
+        counted = 0
         for router in cluster.routers:
             assert not router.service.running, "the router is left with streams"
             for pool in (router.world.prefill, router.world.decode):
                 assert all(node.load == 0 for node in pool._nodes.values()), "the router is left with load"
-            tally.outcomes.update(outcomes(router.world.metrics))
+            ended = outcomes(router.world.metrics)
+            tally.outcomes.update(ended)
+            counted += sum(ended.values())
+        assert counted == cluster.watch.exchanges
         tally.read_tokens += cluster.read_tokens + cluster.p.stats.read_tokens
-
-
-async def _read(cluster: Cluster, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes, bool]:
-    """D's response: status (0: none), content type, body, and whether it is whole."""
-    data = bytearray()
-    status, kind = 0, ""
-    try:
-        async with cluster.session.post(cluster.url(cluster.d, path), data=body, headers=headers) as response:
-            status, kind = response.status, response.headers["content-type"]
-            async for chunk in response.content.iter_any():
-                data += chunk
-    except aiohttp.ClientError:
-        return status, kind, bytes(data), False
-    return status, kind, bytes(data), True
-
-
-def _check_forwarded(asked: Asked, body: bytes) -> None:
-    """D gets what the client sent, and transfer parameters of ours at most."""
-    forwarded = json.loads(body)
-    forwarded.pop(PARAMS, None)
-    sent = json.loads(asked.plain)
-    if "vllm_xargs" in forwarded:
-        assert forwarded.pop("vllm_xargs") == {"kept": "yes"}
-    assert forwarded == sent, f"{forwarded} was made of {sent}"
-
-
-def check_secrets(told: Told) -> None:
-    """Nothing of handles reaches a client."""
-    found = [secret for secret in SECRETS if secret in told.body]
-    assert not found, f"the client sees {found}: {told.body!r}"
 
 
 async def play(history: History, tally: Tally) -> None:
@@ -335,4 +246,3 @@ async def play(history: History, tally: Tally) -> None:
     left = asyncio.all_tasks() - {asyncio.current_task()}
     assert not left, f"tasks are left: {left}"
     tally.histories += 1
-    tally.combinations[history.setup.template, history.setup.tokenizer] += 1

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from property.client import Answer
-from property.history import Json
+from property.wording import Json
 
 # Node addresses and handles, as nodes and router write them.
-SECRETS = (b'transfer_params"', b"remote_engine_id", b"remote_host", b'"kvreturn"', b"digests")
+_SECRETS = (b'transfer_params"', b"remote_engine_id", b"remote_host", b'"kvreturn"', b"digests")
 _OWN = frozenset({"id", "created", "system_fingerprint", "kv_transfer_params", "ec_transfer_params"})
 
 
@@ -116,6 +116,12 @@ def compare(got: Told, expected: Told) -> None:
         raise WrongAnswerError(f"wrong answer\n got      {got.body!r}\n expected {expected.body!r}")
 
 
+def check_secrets(told: Told) -> None:
+    """Nothing of handles reaches a client."""
+    found = [secret for secret in _SECRETS if secret in told.body]
+    assert not found, f"the client sees {found}: {told.body!r}"
+
+
 @dataclass
 class Tally:
     """Counts over all histories.
@@ -123,7 +129,6 @@ class Tally:
     Attributes:
         outcomes: turns by what became of reuse, as the router says.
         fates: turns by how they ended for their client.
-        combinations: histories by template and tokenizer.
         read_tokens: tokens that prefill nodes read back.
     """
 
@@ -133,7 +138,6 @@ class Tally:
     read_tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     fates: Counter[str] = field(default_factory=Counter)
-    combinations: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         outcomes = ", ".join(f"{name} {count}" for name, count in self.outcomes.most_common())
