@@ -23,7 +23,7 @@ from property.wording import ADAPTER, ALIAS, MODEL
 
 _REQUEST: ContextVar[str] = ContextVar("request", default="")
 """The router's id of the request that the current task works for: the name of the turn, a dot, a number."""
-_IDLE = 100  # passes of the event loop without an event: on loopback, what was sent has arrived a pass later
+_IDLE = 30  # passes of the event loop without an event: on loopback, what was sent has arrived a pass later
 _SILENCE = 5_000  # milliseconds of real time without an event, although somebody waits
 _LONGEST_WAIT = 3_600.0  # seconds of the clock: no TTL and no lease is that long
 _PREFILL_TIMEOUT = 2 * _LONGEST_WAIT  # who waits for blocks until their TTL is over has not failed

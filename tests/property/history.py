@@ -52,6 +52,7 @@ class Setup:
         start: the clock's first reading.
         modes: index of Envoy's body modes.
         talks: the conversations.
+        max_model_len: tokens of the longest sequence.
     """
 
     proof: Proof = "connector"
@@ -132,7 +133,7 @@ class Pause:
 
     Attributes:
         where: see `cluster.Where`.
-        nth: the how manieth time.
+        nth: which time that it comes there.
         meanwhile: who is restarted, or how many seconds pass.
         then: it goes on at once, after the next steps, or its client leaves.
     """

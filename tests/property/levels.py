@@ -23,24 +23,19 @@ class Level:
     read: int = 0
 
 
-_COMMON = {"first_turn": 30, "rejected": 2}
-_SESSIONS = {
-    **_COMMON,
-    "cancelled": 1,
-    "not_a_continuation": 5,
-    "already_taken": 5,
-    "multiple_choices": 2,
-    "expired": 2,
-}
-_REUSE = {**_SESSIONS, "hit": 40, "partial_hit": 40, "no_handle_from_decode": 2, "read_failed": 2, "below_threshold": 2}
+# About a quarter of what the default run has; of what is rare there, one.
+_COMMON = {"first_turn": 20, "rejected": 1}
+_RARE = ("no_handle_from_decode", "below_threshold", "read_failed", "multiple_choices", "cancelled")
+_OFTEN = {"hit": 20, "partial_hit": 20, "not_a_continuation": 10, "already_taken": 5, "expired": 3}
+_REUSE = {**_COMMON, **_OFTEN, **dict.fromkeys(_RARE, 1)}
 
 LEVELS = {
     "connector": Level(
-        Kinds("connector", "kvreturn", "kvreturn"), 6, {**_REUSE, "local_hit": 10, "node_gone": 2}, read=15_000
+        Kinds("connector", "kvreturn", "kvreturn"), 6, {**_REUSE, "local_hit": 10, "node_gone": 1}, read=10_000
     ),
-    "router": Level(Kinds("router", "stock", "kvreturn"), 6, {**_REUSE, "unproven": 5}, read=15_000),
-    "stock P": Level(Kinds("connector", "stock", "kvreturn"), 3, {**_SESSIONS, "unproven": 50}),
+    "router": Level(Kinds("router", "stock", "kvreturn"), 6, {**_REUSE, "unproven": 5}, read=10_000),
+    "stock P": Level(Kinds("connector", "stock", "kvreturn"), 3, {**_COMMON, "unproven": 30}),
     "stock D": Level(Kinds("connector", "kvreturn", "stock"), 2, {**_COMMON, "unproven": 10}),
     "router beside a connector": Level(Kinds("router", "kvreturn", "kvreturn"), 2, {**_COMMON, "unproven": 10}),
-    "off": Level(Kinds("off", "stock", "stock"), 3, {"disabled": 200, "rejected": 5}),
+    "off": Level(Kinds("off", "stock", "stock"), 3, {"disabled": 60, "rejected": 1}),
 }

@@ -1,6 +1,7 @@
 """Plays a history, and checks at every step what must always hold."""
 
 import asyncio
+import logging
 from dataclasses import dataclass, field
 
 from property.client import Asked, Conversation
@@ -122,6 +123,7 @@ class Player:
             return
         await self._meanwhile(pause)
         if pause.then == "abort":
+            self.tally.fates[f"left ({pause.where})"] += 1
             await self._abort(run)
         elif pause.then == "later":
             run.due = number + 1 + turn.at % 4
@@ -142,7 +144,6 @@ class Player:
         await self._finish(run)
 
     async def _abort(self, run: Run) -> None:
-        self.tally.fates["aborted"] += 1
         run.task.cancel()
         await asyncio.gather(run.task, return_exceptions=True)
         del self.cluster.watch.gates[run.name]
@@ -234,6 +235,17 @@ class Player:
         tally.read_tokens += cluster.read_tokens + cluster.p.stats.read_tokens
 
 
+class _Errors(logging.Handler):
+    """Collects what router, nodes and event loop log as errors: nobody may hide behind a node that is restarted."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(f"{record.getMessage()} {record.exc_info and record.exc_info[1]!r}")
+
+
 async def play(history: History, tally: Tally) -> None:
     """Play a history on nodes and a router of its own.
 
@@ -241,8 +253,14 @@ async def play(history: History, tally: Tally) -> None:
         WrongAnswerError: a client got a wrong answer.
         AssertionError: something else that must never happen did.
     """
-    async with open_cluster(history.setup) as cluster:
-        await Player(cluster, history, tally).play()
+    errors = _Errors()
+    logging.getLogger().addHandler(errors)
+    try:
+        async with open_cluster(history.setup) as cluster:
+            await Player(cluster, history, tally).play()
+    finally:
+        logging.getLogger().removeHandler(errors)
+    assert not errors.texts
     left = asyncio.all_tasks() - {asyncio.current_task()}
     assert not left, f"tasks are left: {left}"
     tally.histories += 1
