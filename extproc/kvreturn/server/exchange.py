@@ -252,6 +252,7 @@ class Exchange:
             turn.answer,
             event_bytes=limits.event_bytes,
             response_bytes=limits.response_bytes,
+            hides_ids=turn.hides_ids,
         )
         self._response = ResponseSide(self._config.response_body_mode, capture, decoder)
         if message.response_headers.end_of_stream:

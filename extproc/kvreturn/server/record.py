@@ -74,6 +74,8 @@ class TurnRecord:
         metrics.read_tokens.inc(facts.read or 0)
         metrics.prompt_tokens.inc(facts.prefill.prompt or 0)
         metrics.prefill_seconds.observe(self._prefill)
+        if self._turn.spare:
+            self._world.returns.free(self._turn.spare)
 
     def refused(self, status: int) -> None:
         """The client gets an answer from here."""
@@ -105,8 +107,10 @@ class TurnRecord:
                 put, self._stored = None, True
             if put:
                 self._stored = True
-                kept = await self._world.put(put)
-                (metrics.captured if put.record.handle and kept else metrics.missing).inc()
+                ticket = await self._world.put(put)
+                (metrics.captured if put.record.handle and ticket is not None else metrics.missing).inc()
+                if ticket is not None:
+                    self._world.returns.offer(put, ticket)
         if end and not self._ended:
             self._ended = True
             metrics.capture_failed.inc(capture.failed is not None)
@@ -137,8 +141,8 @@ class TurnRecord:
         if hint:
             self._world.warn_once(hint)
         log.info(
-            "outcome=%s%s api=%s model=%s status=%s prompt=%s read=%s local=%s prefill_ms=%.1f first_byte_ms=%s "
-            "retries=%d fallback=%s captured=%s%s",
+            "outcome=%s%s api=%s model=%s status=%s prompt=%s read=%s local=%s returned=%s prefill_ms=%.1f "
+            "first_byte_ms=%s retries=%d fallback=%s captured=%s%s",
             facts.outcome.value,
             f"({facts.detail})" if facts.detail and facts.detail != facts.outcome else "",
             turn.api.name,
@@ -147,6 +151,7 @@ class TurnRecord:
             _told(facts.prefill.prompt),
             _told(facts.read),
             _told(facts.local),
+            _told(facts.returned or None),
             self._prefill * 1e3,
             "-" if self._first_byte is None else f"{self._first_byte * 1e3:.1f}",
             facts.retries,

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from kvreturn.config import Settings
 from kvreturn.core.fingerprint import Scope, keyed_hash
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Put, SessionStore, Taken
-from kvreturn.core.turn import Policy
+from kvreturn.core.policy import Policy
+from kvreturn.core.ports import Put, Record, SessionStore, Taken
+from kvreturn.server.returns import Returns
 from kvreturn.store.memory import MemoryStore
 from kvreturn.telemetry.metrics import Metrics
 from kvreturn.upstream.client import PrefillClient
+from kvreturn.upstream.forms import Forms
 from kvreturn.upstream.judge import NodeJudge
 from kvreturn.upstream.pool import Pool
 
@@ -36,13 +38,21 @@ class World:
     store: SessionStore
     prefill: Pool
     decode: Pool
+    forms: Forms
     judge: NodeJudge
     client: PrefillClient
     metrics: Metrics
     key: bytes
     clock: Callable[[], float]
     new_id: Callable[[], str] = _new_id
+    returns: Returns = field(init=False)
     _said: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        """Start what needs the rest."""
+        self.returns = Returns(self)
+        self.metrics.watch("returns_waiting", "Eager returns that wait for their turn.", lambda: self.returns.waiting)
+        self.metrics.watch("returns_running", "Eager returns that are under way.", lambda: self.returns.running)
 
     @classmethod
     def create(cls, settings: Settings, clock: Callable[[], float] = time.monotonic) -> "World":
@@ -52,7 +62,8 @@ class World:
         breaker = settings.breaker
         store = MemoryStore(max_entries=settings.store.max_entries, max_bytes=settings.store.max_bytes, clock=clock)
         metrics = Metrics(settings.models)
-        judge = NodeJudge(decode, failures=breaker.failures, window=breaker.window, clock=clock)
+        forms = Forms()
+        judge = NodeJudge(decode, forms, failures=breaker.failures, window=breaker.window, clock=clock)
         metrics.watch("sessions", "Records in the session store.", lambda: len(store))
         metrics.watch("sessions_bytes", "Bytes of the records in the session store.", lambda: store.bytes)
         metrics.watch("sessions_evicted", "Records that left for want of room.", lambda: store.evicted)
@@ -63,6 +74,7 @@ class World:
             store=store,
             prefill=prefill,
             decode=decode,
+            forms=forms,
             judge=judge,
             client=PrefillClient(prefill, settings.envoy.prefill_listen if settings.prefill.via == "envoy" else None),
             metrics=metrics,
@@ -80,6 +92,7 @@ class World:
             fallback=settings.prefill.on_failure == "fallback",
             ttl=settings.store.ttl,
             pass_token_ids=settings.prefill.pass_token_ids,
+            returns=settings.return_for(model),
             secret=settings.secret.get_secret_value().encode(),
         )
 
@@ -106,15 +119,23 @@ class World:
             self._store_failed("take", e)
             return Taken(None, Outcome.STORE_UNAVAILABLE)
 
-    async def put(self, put: Put) -> bool:
-        """Put into the store, within its deadline. Returns whether it is there."""
+    async def put(self, put: Put) -> bytes | None:
+        """Put into the store, within its deadline. Returns the ticket if it is there."""
         try:
             async with asyncio.timeout(self.settings.store.deadline):
-                await self.store.put(put.keys, put.record)
+                return await self.store.put(put.keys, put.record)
         except Exception as e:  # noqa: BLE001 - as above
             self._store_failed("put", e)
+            return None
+
+    async def replace(self, ticket: bytes, record: Record) -> bool:
+        """Replace a record in the store, within its deadline. Returns whether it was still there."""
+        try:
+            async with asyncio.timeout(self.settings.store.deadline):
+                return await self.store.replace(ticket, record)
+        except Exception as e:  # noqa: BLE001 - as above
+            self._store_failed("replace", e)
             return False
-        return True
 
     def _store_failed(self, operation: str, error: Exception) -> None:
         self.metrics.store_errors.labels(operation).inc()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from kvreturn.core.handle import Handle
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Record
+from kvreturn.upstream.forms import Forms
 from kvreturn.upstream.pool import Pool
 
 _ENGINES = 1024  # engines whose failures are remembered
@@ -16,13 +17,15 @@ class NodeJudge:
 
     Args:
         decode: the pool of decode nodes.
+        forms: is told what runs on prefill nodes.
         failures: so many failed reads of one engine's handles within `window` stop the use of its handles.
         window: seconds over which failures count, and for which its handles are then not used.
         clock: monotonic seconds.
     """
 
-    def __init__(self, decode: Pool, *, failures: int, window: float, clock: Callable[[], float]) -> None:
+    def __init__(self, decode: Pool, forms: Forms, *, failures: int, window: float, clock: Callable[[], float]) -> None:
         self._decode = decode
+        self._forms = forms
         self._failures = failures
         self._window = window
         self._clock = clock
@@ -45,6 +48,10 @@ class NodeJudge:
     def read_succeeded(self, handle: Handle) -> None:
         """See `Judge.read_succeeded`."""
         self._failed.pop(handle.engine, None)
+
+    def prefilled(self, node: str, engine: str, *, proves: bool) -> None:
+        """See `Judge.prefilled`."""
+        self._forms.saw(node, engine, proves=proves)
 
     def open_breakers(self) -> list[str]:
         """Engines whose handles are not used now."""

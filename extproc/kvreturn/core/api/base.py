@@ -28,6 +28,8 @@ class Prompt:
         tokenizable: whether `/tokenize` of vLLM renders exactly this prompt.
         tokens: the prompt's token ids, where the client sent just these.
         passes_ids: whether D takes P's token ids in place of its own tokenizing (vLLM 0.32.0: chat without media).
+        identifiable: whether vLLM's answers name the prompt's token ids if asked (`return_token_ids`), and they are all
+            that it depends on.
         several: whether there are several prompts. P's handle is that of one, and D would load its blocks for all.
     """
 
@@ -40,6 +42,7 @@ class Prompt:
     tokenizable: bool
     tokens: Sequence[int] | None = None
     passes_ids: bool = False
+    identifiable: bool = False
     several: bool = False
 
 
@@ -135,7 +138,7 @@ class API(Protocol):
         Args:
             body: the client's body.
             params: raw.
-            ids: whether P is to answer with the prompt's token ids; only if `Prompt.passes_ids`.
+            ids: whether P is to answer with the prompt's token ids; only if `Prompt.identifiable`.
         """
 
     def tokenize_body(self, body: ObjectText) -> bytes:

@@ -60,6 +60,7 @@ class Chat:
             stream=stream,
             tokenizable=text and _tokenizable(body),
             passes_ids=text,
+            identifiable=text,
         )
 
     def prefill_body(self, body: ObjectText, params: bytes, *, ids: bool) -> bytes:

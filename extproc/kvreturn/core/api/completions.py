@@ -62,13 +62,13 @@ class Completions:
             stream=stream,
             tokenizable=isinstance(prompt, str) and plain,
             tokens=prompt if isinstance(prompt, list) and not batch and plain else None,
+            identifiable=not batch and "prompt_embeds" not in body,
             several=batch and len(prompt) > 1,
         )
 
     def prefill_body(self, body: ObjectText, params: bytes, *, ids: bool) -> bytes:
         """See `API.prefill_body`."""
-        del ids
-        return prefill_edit(body, params, ("max_tokens",))
+        return prefill_edit(body, params, ("max_tokens",), {"return_token_ids": b"true"} if ids else {})
 
     def tokenize_body(self, body: ObjectText) -> bytes:
         """See `API.tokenize_body`."""
