@@ -24,14 +24,15 @@ def exposition(config: NodeConfig, stats: NodeStats) -> str:
     family("kv_cache_usage_perc", "gauge", ("", "", used))
     family("num_requests_running", "gauge", ("", "", stats.running))
     family("num_requests_waiting", "gauge", ("", "", stats.waiting))
-    counter("prefix_cache_queries", stats.prompt_tokens if config.prefix_caching else 0)
+    counter("num_preemptions", stats.preemptions)
+    counter("prefix_cache_queries", stats.queried_tokens if config.prefix_caching else 0)
     counter("prefix_cache_hits", stats.local_tokens)
     connected = config.role != "single"
-    counter("external_prefix_cache_queries", stats.prompt_tokens - stats.local_tokens if connected else 0)
+    counter("external_prefix_cache_queries", stats.queried_tokens - stats.local_tokens if connected else 0)
     counter("external_prefix_cache_hits", stats.read_tokens)
     counter("prompt_tokens", stats.prompt_tokens)
     sources = {
-        "local_compute": stats.computed_tokens,
+        "local_compute": stats.computed_tokens - stats.recomputed_tokens,
         "local_cache_hit": stats.local_tokens,
         "external_kv_transfer": stats.read_tokens,
     }
@@ -49,4 +50,8 @@ def exposition(config: NodeConfig, stats: NodeStats) -> str:
         counter("nixl_num_failed_notifications", stats.failed_notifications)
         counter("nixl_num_kv_expired_reqs", stats.expired_reads + stats.expired_holds)
         counter("nixl_num_notifications_after_expiry", stats.late_notifications)
+    if connected and config.connector == "kvreturn":
+        family("kvreturn_pins", "gauge", ("", "", stats.pins))
+        counter("kvreturn_early_releases", stats.early_releases)
+        counter("kvreturn_pins_refused", stats.refused_pins)
     return "\n".join(lines) + "\n"
