@@ -15,7 +15,7 @@ import aiohttp
 
 from kvreturn.core.address import is_ip, split_address
 from kvreturn.core.choice import Pressure
-from kvreturn.upstream.client import NODE_HEADER, UPSTREAM_HEADER
+from kvreturn.envoy.names import NODE_HEADER, UPSTREAM_HEADER
 
 log = logging.getLogger("kvreturn")
 _BODY_LIMIT = 4 << 20  # vLLM's is some 100 kB, more with many engines
