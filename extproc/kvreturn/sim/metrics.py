@@ -20,10 +20,17 @@ def exposition(config: NodeConfig, stats: NodeStats) -> str:
         buckets = ("_bucket", ',le="+Inf"', stats.transfers)
         family(name, "histogram", buckets, ("_count", "", stats.transfers), ("_sum", "", value))
 
+    # The null block is part of the size that vLLM tells, and neither used nor free.
+    size = f'{{block_size="{config.block_size}",engine="0",num_gpu_blocks="{config.num_blocks}"}}'
+    lines += ["# TYPE vllm:cache_config_info gauge", f"vllm:cache_config_info{size} 1.0"]
     used = stats.blocks_used / (stats.blocks_used + stats.blocks_free)
     family("kv_cache_usage_perc", "gauge", ("", "", used))
     family("num_requests_running", "gauge", ("", "", stats.running))
     family("num_requests_waiting", "gauge", ("", "", stats.waiting))
+    reasons = {"capacity": stats.waiting - stats.loading, "deferred": stats.loading}
+    family(
+        "num_requests_waiting_by_reason", "gauge", *(("", f',reason="{why}"', count) for why, count in reasons.items())
+    )
     counter("num_preemptions", stats.preemptions)
     counter("prefix_cache_queries", stats.queried_tokens if config.prefix_caching else 0)
     counter("prefix_cache_hits", stats.local_tokens)
@@ -52,6 +59,7 @@ def exposition(config: NodeConfig, stats: NodeStats) -> str:
         counter("nixl_num_notifications_after_expiry", stats.late_notifications)
     if connected and config.connector == "kvreturn":
         family("kvreturn_pins", "gauge", ("", "", stats.pins))
+        family("kvreturn_pinned_blocks", "gauge", ("", "", stats.pin_blocks))
         counter("kvreturn_early_releases", stats.early_releases)
         counter("kvreturn_pins_refused", stats.refused_pins)
     return "\n".join(lines) + "\n"

@@ -85,6 +85,11 @@ class Scheduler:
             if not ended:
                 self._end(seq, normally=False)
 
+    @property
+    def loading(self) -> int:
+        """How many sequences have their blocks, and wait for what a peer has."""
+        return sum(bool(seq.blocks) for seq in self._waiting)
+
     def _move(self, seq: Sequence, to: dict[Sequence, None] | None) -> None:
         self._waiting.pop(seq, None)
         self._running.pop(seq, None)

@@ -68,6 +68,8 @@ class NodeStats(Counters):
         leases: P's finished requests that wait for D.
         expired_holds: pins and leases that nobody came for in time.
         early_releases: pins let go before their time, for want of room (kvreturn's connector).
+        pin_blocks: distinct blocks that pins keep.
+        loading: of the generations that wait, those that have blocks and wait for a load.
     """
 
     engine_alive: bool
@@ -78,6 +80,8 @@ class NodeStats(Counters):
     leases: int
     expired_holds: int
     early_releases: int
+    pin_blocks: int
+    loading: int
 
 
 @dataclass(slots=True)
