@@ -105,6 +105,7 @@ class Scheduler:
 
     async def _load(self, seq: Sequence, connector: StockConnector) -> int:
         load = self._engine.spawn(connector.load(seq))
+        self._counters.loading += 1
         try:
             return await asyncio.shield(load)
         except asyncio.CancelledError:
@@ -121,6 +122,8 @@ class Scheduler:
                 self._counters.leaked_blocks += len(seq.blocks)
                 seq.blocks = []
             raise
+        finally:
+            self._counters.loading -= 1
 
     async def _end_aborted(self, seq: Sequence, load: asyncio.Task[int]) -> None:
         """A read under way cannot be called back: it ends, frees the peer's blocks, and only then ours are free."""

@@ -20,6 +20,7 @@ class Counters:
         running: generations being computed now.
         preemptions: generations that had to give their blocks to others.
         waiting: generations that wait for blocks or for a load now.
+        loading: of these, those whose blocks are being loaded.
         hung_requests: of these, those that wait for a load that nobody will start.
         leaked_blocks: blocks lost for good to such requests.
         refused_pins: finished turns that got no handle, for want of room (kvreturn's connector).
@@ -43,6 +44,7 @@ class Counters:
     running: int = 0
     preemptions: int = 0
     waiting: int = 0
+    loading: int = 0
     hung_requests: int = 0
     leaked_blocks: int = 0
     refused_pins: int = 0
