@@ -14,7 +14,7 @@ def exposition(config: NodeConfig, stats: NodeStats, use: BlockUse) -> str:
         lines.extend(f"vllm:{name}{suffix}{{{labels}{more}}} {float(value)}" for suffix, more, value in samples)
 
     def counter(name: str, value: float) -> None:
-        family(name, "counter", ("_total", "", value))
+        family(f"{name}_total", "counter", ("", "", value))
 
     def summed(name: str, value: float) -> None:
         buckets = ("_bucket", ',le="+Inf"', stats.transfers)
@@ -40,9 +40,9 @@ def exposition(config: NodeConfig, stats: NodeStats, use: BlockUse) -> str:
         "external_kv_transfer": stats.read_tokens,
     }
     family(
-        "prompt_tokens_by_source",
+        "prompt_tokens_by_source_total",
         "counter",
-        *(("_total", f',source="{source}"', value) for source, value in sources.items()),
+        *(("", f',source="{source}"', value) for source, value in sources.items()),
     )
     counter("prompt_tokens_cached", stats.local_tokens + stats.read_tokens)
     counter("generation_tokens", stats.generated_tokens)
