@@ -12,6 +12,7 @@ from kvreturn.sim.connector import EngineDiedError, Farewell, LoadError, Service
 from kvreturn.sim.connector_stock import StockConnector
 from kvreturn.sim.sequence import Sequence
 
+_Checked = tuple[Mapping[str, Any], wire.Proof]
 _USED_LIMIT = 65_536
 _NOTHING_TO_FREE = ("used", "node_gone")
 _PARALLEL = ("tp_size", "dcp_size", "pp_size")
@@ -66,8 +67,8 @@ class KvreturnConnector(StockConnector):
     def arrived(self, seq: Sequence) -> None:
         """See `StockConnector.arrived`."""
         params = seq.job.params
-        if params and _says(params, "free", value=True):
-            self._plans[seq] = self._freeing(params)
+        if params and _says(params, "free", value=True) and (checked := self._check(params)) is not None:
+            self._plans[seq] = self._freeing(checked)
             return
         super().arrived(seq)
         if not params:
@@ -193,14 +194,12 @@ class KvreturnConnector(StockConnector):
 
     # --- P ---
 
-    def _freeing(self, params: Mapping[str, Any]) -> _Plan:
-        checked = self._check(params)
-        if checked is None or isinstance(checked, str):
+    def _freeing(self, checked: _Checked | str) -> _Plan:
+        if isinstance(checked, str):
             return _Plan(reason=checked, keep=False)
-        handle, _ = checked
-        return _Plan(keep=False, freed=self._engine.spawn(self._notify(handle)))
+        return _Plan(keep=False, freed=self._engine.spawn(self._notify(checked[0])))
 
-    def _check(self, params: Mapping[str, Any]) -> tuple[Mapping[str, Any], wire.Proof] | str | None:
+    def _check(self, params: Mapping[str, Any]) -> _Checked | str | None:
         """The handle in a request, if D can be asked about it; else why not; None without one."""
         sealed = params.get(wire.MEMBER)
         handle: object = params if params.get("remote_block_ids") else None

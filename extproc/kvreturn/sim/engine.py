@@ -161,8 +161,6 @@ class Engine:
             leases=self.holds.count("lease"),
             expired_holds=self.holds.expired,
             early_releases=self.holds.released_early,
-            pin_blocks=len(self.holds.held("pin")),
-            loading=self._scheduler.loading,
         )
 
     def block_use(self) -> BlockUse:

@@ -85,11 +85,6 @@ class Scheduler:
             if not ended:
                 self._end(seq, normally=False)
 
-    @property
-    def loading(self) -> int:
-        """How many sequences have their blocks, and wait for what a peer has."""
-        return sum(bool(seq.blocks) for seq in self._waiting)
-
     def _move(self, seq: Sequence, to: dict[Sequence, None] | None) -> None:
         self._waiting.pop(seq, None)
         self._running.pop(seq, None)
@@ -110,6 +105,7 @@ class Scheduler:
 
     async def _load(self, seq: Sequence, connector: StockConnector) -> int:
         load = self._engine.spawn(connector.load(seq))
+        self._counters.loading += 1
         try:
             return await asyncio.shield(load)
         except asyncio.CancelledError:
@@ -126,6 +122,8 @@ class Scheduler:
                 self._counters.leaked_blocks += len(seq.blocks)
                 seq.blocks = []
             raise
+        finally:
+            self._counters.loading -= 1
 
     async def _end_aborted(self, seq: Sequence, load: asyncio.Task[int]) -> None:
         """A read under way cannot be called back: it ends, frees the peer's blocks, and only then ours are free."""

@@ -20,6 +20,7 @@ class Counters:
         running: generations being computed now.
         preemptions: generations that had to give their blocks to others.
         waiting: generations that wait for blocks or for a load now.
+        loading: of these, those whose blocks are being loaded.
         hung_requests: of these, those that wait for a load that nobody will start.
         leaked_blocks: blocks lost for good to such requests.
         refused_pins: finished turns that got no handle, for want of room (kvreturn's connector).
@@ -43,6 +44,7 @@ class Counters:
     running: int = 0
     preemptions: int = 0
     waiting: int = 0
+    loading: int = 0
     hung_requests: int = 0
     leaked_blocks: int = 0
     refused_pins: int = 0
@@ -68,8 +70,6 @@ class NodeStats(Counters):
         leases: P's finished requests that wait for D.
         expired_holds: pins and leases that nobody came for in time.
         early_releases: pins let go before their time, for want of room (kvreturn's connector).
-        pin_blocks: distinct blocks that pins keep.
-        loading: of the generations that wait, those that have blocks and wait for a load.
     """
 
     engine_alive: bool
@@ -80,8 +80,6 @@ class NodeStats(Counters):
     leases: int
     expired_holds: int
     early_releases: int
-    pin_blocks: int
-    loading: int
 
 
 @dataclass(slots=True)
