@@ -113,6 +113,9 @@ class Returns(_Model):
     ttl: Positive = Field(
         3600.0, description="Seconds for which the router remembers which prefill node a conversation went back to."
     )
+    pressure_interval: Positive = Field(
+        2.0, description="Seconds between two looks at each node's `/metrics`, for `return: auto`."
+    )
     priority: int | None = Field(
         None,
         description="vLLM's `priority` for returns (higher is later). Only for prefill nodes with `--scheduling-policy "
@@ -191,7 +194,7 @@ class Settings(_Model):
         alias="return",
         description="How a turn's KV goes back. `lazy`: the decode node keeps it until the next turn, and the prefill "
         "node reads it then. `eager`: the prefill node reads it right after the turn, into its prefix cache. `auto`: "
-        "decided turn by turn.",
+        "decided turn by turn (docs/return.md). With `proof: off`, `auto` means `eager`: nothing is read lazily there.",
     )
     returns: Returns = Returns()
     models: dict[str, Model] = Field({}, description="Exceptions by model name.")
@@ -222,7 +225,13 @@ class Settings(_Model):
     def return_for(self, model: str) -> Return:
         """How turns of `model` go back."""
         special = self.models.get(model)
-        return (special and special.return_) or self.return_
+        chosen = (special and special.return_) or self.return_
+        return "eager" if chosen == "auto" and self.proof_for(model) == "off" else chosen
+
+    @property
+    def any_auto(self) -> bool:
+        """Whether some model's turns go back by `auto`."""
+        return any(self.return_for(model) == "auto" for model in ("", *self.models))
 
     def proof_for(self, model: str) -> Proof:
         """The proof level that applies to `model`."""

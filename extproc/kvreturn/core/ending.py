@@ -43,7 +43,8 @@ def leave(turn: "Turn", capture: Capture, decode_node: str | None) -> Put | None
             found = [k for k in dict.fromkeys(keys) if k]
             if found:
                 turn.facts.captured = True
-                return Put(found, _record(turn, handle, node), _job(turn, capture, handle, node))
+                record = _record(turn, handle, node)
+                return Put(found, record, _job(turn, capture, handle, record))
             reason = Outcome.UNPROVEN
     key = turn.trail.prompt_key()
     marker = Record(turn.policy.ttl, None, reason, node, turn.prefill_node)
@@ -54,16 +55,12 @@ def _record(turn: "Turn", handle: Handle, node: str | None) -> Record:
     ttl = turn.policy.ttl
     if handle.proof:
         ttl = min(ttl, max(handle.proof.ttl - _TTL_MARGIN, 0.0))
-    return Record(
-        ttl, handle.raw, None, node, turn.prefill_node, prompt=turn.facts.prefill.prompt or 0, turns=_turns(turn)
-    )
+    turns = turn.taken.record.turns + 1 if turn.taken.record else 1
+    prompt = turn.facts.prefill.prompt or 0
+    return Record(ttl, handle.raw, None, node, turn.prefill_node, prompt=prompt, turns=turns)
 
 
-def _turns(turn: "Turn") -> int:
-    return turn.taken.record.turns + 1 if turn.taken.record else 1
-
-
-def _job(turn: "Turn", capture: Capture, handle: Handle, node: str | None) -> Job | None:
+def _job(turn: "Turn", capture: Capture, handle: Handle, record: Record) -> Job | None:
     """How this turn's blocks go back to P at once; None if the policy forbids it, or the tokens are not known."""
     if turn.policy.returns == "lazy" or turn.prefill_node is None or handle.tokens < turn.policy.min_tokens:
         return None
@@ -76,7 +73,7 @@ def _job(turn: "Turn", capture: Capture, handle: Handle, node: str | None) -> Jo
     return Job(
         handle=handle,
         prefill_node=turn.prefill_node,
-        decode_node=node,
+        decode_node=record.decode_node,
         kept=ObjectText(body.without({m.name for m in body.members} - _SAME)).text,
         prompt=ids[0],
         generated=ids[1],
@@ -85,5 +82,7 @@ def _job(turn: "Turn", capture: Capture, handle: Handle, node: str | None) -> Jo
         salt=body.load("cache_salt") or "",
         finish_reason=turn.answer.finish_reasons.get(0),
         gap=turn.taken.age if turn.taken.record else None,
-        turns=_turns(turn),
+        turns=record.turns,
+        mode=turn.policy.returns,
+        ttl=record.ttl,
     )

@@ -63,6 +63,9 @@ class SessionStore(Protocol):
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """Take the record under the first of these keys that has one. Atomic: a handle is taken once."""
 
+    async def abandon(self) -> Sequence[Record]:
+        """This router stops. Returns the records whose handles go with it; none if others share the store."""
+
     async def replace(self, ticket: bytes, record: Record) -> bool:
         """Put another record in the place of one that is still there. Atomic; False if it is not."""
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from kvreturn.core import wire
 from kvreturn.core.handle import PARAMS, Handle, published, sealed
@@ -58,6 +59,8 @@ class Job:
         finish_reason: why the answer ended.
         gap: seconds between the turn before and this one, None if there was none.
         turns: how many turns of the conversation are known.
+        mode: the policy's: always, or by what is best.
+        ttl: seconds for which the blocks can be read if they stay on D.
     """
 
     handle: Handle
@@ -72,6 +75,8 @@ class Job:
     finish_reason: str | None
     gap: float | None
     turns: int
+    mode: Literal["eager", "auto"] = "eager"
+    ttl: float = 450.0
 
     @property
     def model(self) -> str:

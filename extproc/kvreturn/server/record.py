@@ -5,12 +5,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvreturn.core.capture import Capture
+from kvreturn.core.choice import Fate
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.turn import Turn
 from kvreturn.server.world import World
 
 log = logging.getLogger("kvreturn.turn")
 _OK = 200
+_FATES: dict[Outcome, Fate] = {
+    Outcome.HIT: "used",
+    Outcome.PARTIAL_HIT: "used",
+    Outcome.RETURNED: "used",
+    Outcome.EVICTED: "evicted",
+}
+"""What the outcome of the next turn says of an eager return."""
 _ERRORS = 400
 # What is wrong with a deployment more often than with a turn, said once.
 _HINTS = {
@@ -76,6 +84,23 @@ class TurnRecord:
         metrics.prefill_seconds.observe(self._prefill)
         if self._turn.spare:
             self._world.returns.free(self._turn.spare)
+        self._learn()
+
+    def _learn(self) -> None:
+        """What this prefill leg tells about those to come."""
+        turn, facts, world = self._turn, self._turn.facts, self._world
+        record, prefill = turn.taken.record, turn.prefill_node
+        if facts.returned and turn.taken.ticket is not None and facts.outcome in _FATES:
+            world.returns.came(turn.taken.ticket, _FATES[facts.outcome])
+        if prefill is None or facts.prefill.prompt is None or facts.local is None or facts.retries:
+            return  # P did not tell what it did, or did it twice
+        read = facts.read or 0
+        decode = record.decode_node if record and read else None
+        computed = facts.prefill.prompt - read - facts.local
+        world.cost.observe(prefill, decode, computed=computed, read=read, seconds=self._prefill)
+        saved = read or (facts.local if facts.returned else 0)
+        if saved:
+            world.metrics.saved_seconds.inc(max(world.cost.seconds_saved(prefill, decode, saved) or 0.0, 0.0))
 
     def refused(self, status: int) -> None:
         """The client gets an answer from here."""

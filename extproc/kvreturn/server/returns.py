@@ -6,12 +6,13 @@ next turn or the return, has it.
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvreturn.core import wire
+from kvreturn.core.choice import Chooser, Fate, Moment
 from kvreturn.core.handle import HandleError, read_handle
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Ask, Awaited, Failure, Put, Record, Reply
@@ -26,6 +27,7 @@ _FREE_SECONDS = 5.0
 _FREES = 8  # at a time
 _LOOK = 0.02  # seconds between looks at a busy prefill node
 _OK = 200
+_UNUSED, _UNSEEN = 600.0, 10_000  # seconds after which nobody comes for a return any more; how many are watched
 _LARGE = 4096  # token ids from which on they are compared in a thread
 
 
@@ -46,6 +48,8 @@ class Returns:
         self._tenants: Counter[bytes] = Counter()
         self._running: dict[bytes, asyncio.Future[str | None]] = {}
         self._closed = False
+        self._unseen: OrderedDict[bytes, tuple[str, str | None, float]] = OrderedDict()  # nobody has come for them yet
+        self.chooser = Chooser()
 
     @property
     def waiting(self) -> int:
@@ -62,7 +66,7 @@ class Returns:
     def offer(self, put: Put, ticket: bytes) -> None:
         """A turn has ended. Its record is in the store under this ticket, and may go back at once."""
         job, settings = put.job, self._settings
-        if job is None or self._closed:
+        if job is None or self._closed or not self._choose(job):
             return
         result = None
         if job.handle.tokens > settings.max_tokens:
@@ -75,6 +79,41 @@ class Returns:
             self._world.metrics.returns.labels(result).inc()
             return
         self._spawn(self._run(job, put.record, ticket))
+
+    def _choose(self, job: Job) -> bool:
+        """Whether a turn's KV is to go back at once."""
+        world = self._world
+        moment = Moment(
+            finish_reason=job.finish_reason,
+            tokens=job.handle.tokens,
+            gap=job.gap,
+            turns=job.turns,
+            prefill=world.pressure.of(job.prefill_node) if world.pressure else None,
+            decode=world.pressure.of(job.decode_node) if world.pressure else None,
+            decode_node=job.decode_node or "",
+            ttl=job.ttl,
+            worth_reading=world.judge.worth_reading(job.prefill_node, job.decode_node, job.handle.tokens),
+        )
+        self._give_up()
+        choice = self.chooser.choose(job.mode, moment, job.prefill_node, world.clock())
+        world.metrics.return_choices.labels("eager" if choice.eager else "lazy", choice.why).inc()
+        return choice.eager
+
+    def _give_up(self) -> None:
+        """What nobody came for by now, nobody will, as far as can be learned from it."""
+        now = self._world.clock()
+        while self._unseen:
+            ticket, (node, reason, when) = next(iter(self._unseen.items()))
+            if now - when < _UNUSED and len(self._unseen) <= _UNSEEN:
+                return
+            del self._unseen[ticket]
+            self.chooser.learned(node, reason, "unused", now)
+
+    def came(self, ticket: bytes, fate: Fate) -> None:
+        """The next turn came, and P had what went back to it, or had it no more."""
+        seen = self._unseen.pop(ticket, None)
+        if seen:
+            self.chooser.learned(seen[0], seen[1], fate, self._world.clock())
 
     async def _run(self, job: Job, record: Record, ticket: bytes) -> None:
         metrics = self._world.metrics
@@ -137,6 +176,7 @@ class Returns:
             if result in {"returned", "computed"}:
                 world.metrics.returned_tokens.inc(job.handle.tokens)
                 await world.replace(ticket, back)
+                self._unseen[ticket] = job.prefill_node, job.finish_reason, world.clock()
             else:
                 await world.replace(ticket, replace(back, returned=0, reason=Outcome.RETURN_FAILED))
         finally:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvreturn.config import Settings
+from kvreturn.core.cost import CostModel
 from kvreturn.core.fingerprint import Scope, keyed_hash
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.policy import Policy
@@ -21,6 +22,7 @@ from kvreturn.upstream.client import PrefillClient
 from kvreturn.upstream.forms import Forms
 from kvreturn.upstream.judge import NodeJudge
 from kvreturn.upstream.pool import Pool
+from kvreturn.upstream.pressure import PressureWatch
 
 log = logging.getLogger("kvreturn")
 _CREDENTIALS = ("authorization", "x-api-key", "api-key")
@@ -39,12 +41,14 @@ class World:
     prefill: Pool
     decode: Pool
     forms: Forms
+    cost: CostModel
     judge: NodeJudge
     client: PrefillClient
     metrics: Metrics
     key: bytes
     clock: Callable[[], float]
     new_id: Callable[[], str] = _new_id
+    pressure: PressureWatch | None = None
     returns: Returns = field(init=False)
     _said: set[str] = field(default_factory=set)
 
@@ -59,24 +63,30 @@ class World:
         """Make everything. `client` must be entered before use."""
         secret = settings.secret.get_secret_value().encode()
         prefill, decode = Pool(settings.pools.prefill, clock), Pool(settings.pools.decode, clock)
-        breaker = settings.breaker
         store = MemoryStore(max_entries=settings.store.max_entries, max_bytes=settings.store.max_bytes, clock=clock)
         metrics = Metrics(settings.models)
-        forms = Forms()
-        judge = NodeJudge(decode, forms, failures=breaker.failures, window=breaker.window, clock=clock)
+        forms, cost = Forms(), CostModel()
+        judge = NodeJudge(decode, forms, cost, settings.breaker, clock)
         metrics.watch("sessions", "Records in the session store.", lambda: len(store))
         metrics.watch("sessions_bytes", "Bytes of the records in the session store.", lambda: store.bytes)
         metrics.watch("sessions_evicted", "Records that left for want of room.", lambda: store.evicted)
         metrics.watch("sessions_expired", "Handles that nobody took in time.", lambda: store.expired)
         metrics.watch("breakers_open", "Decode engines whose handles are not used.", lambda: len(judge.open_breakers()))
+        through = settings.envoy.prefill_listen if settings.prefill.via == "envoy" else None
+        interval = settings.returns.pressure_interval
+        pools = settings.pools
         return cls(
             settings=settings,
             store=store,
             prefill=prefill,
             decode=decode,
             forms=forms,
+            cost=cost,
             judge=judge,
-            client=PrefillClient(prefill, settings.envoy.prefill_listen if settings.prefill.via == "envoy" else None),
+            client=PrefillClient(prefill, through),
+            pressure=PressureWatch(pools.prefill, pools.decode, through, clock=clock, interval=interval)
+            if settings.any_auto
+            else None,
             metrics=metrics,
             # Fingerprints must not tell contents to a reader of the store, so they always have a key.
             key=hmac.digest(secret, b"fingerprints", "sha256") if secret else os.urandom(32),

@@ -100,6 +100,14 @@ class MemoryStore:
         heapq.heappush(self._ends, (now + record.ttl, entry.serial))
         return True
 
+    async def abandon(self) -> Sequence[Record]:
+        """See `SessionStore.abandon`. All of them: nobody else has this store."""
+        entries = [e for e in self._live.values() if e.record and e.record.handle]
+        records = [e.record for e in entries if e.record]
+        for entry in entries:
+            self._bury(entry, Outcome.ALREADY_TAKEN)
+        return records
+
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """See `SessionStore.take`. There is no await in it, so it is atomic."""
         now = self._clock()
