@@ -104,11 +104,12 @@ def _traffic(a: Analysis) -> list[Figure]:
 def _gaps(a: Analysis) -> list[Figure]:
     t, s = a.tally, a.tally.sums
     gap = "from one turn's time to the next one's: if that is when it began, the answer's time is in the gap"
+    bins = f"{gap}; percentiles to 1%"
     late = share(s.late, s.follow_ups)
     percentiles = [(p, t.gaps.percentile(p / 100)) for p in (50, 90, 99)]
     return [
         Figure("late_turn_share", f"later than {t.ttl:g} s", late, _SHARE, _kind(a, "upper bound"), gap),
-        *(Figure(f"gap_p{p}_s", f"gap, p{p}", v, _SECONDS, _kind(a, "upper bound"), gap) for p, v in percentiles),
+        *(Figure(f"gap_p{p}_s", f"gap, p{p}", v, _SECONDS, _kind(a, "upper bound"), bins) for p, v in percentiles),
     ]
 
 

@@ -83,7 +83,6 @@ class Measured:
     prompt: int | None
     read: int | None
     local: int | None
-    first_byte_ms: float | None
 
 
 @dataclass(slots=True)

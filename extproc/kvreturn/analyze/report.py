@@ -122,7 +122,7 @@ def _verdict(a: Analysis, ttls: Sequence[TTLRow]) -> tuple[Level, str]:
     facts = (
         f"{share(sums.repeated, sums.follow_up_prompt):.0%} of the prompt tokens of follow-up turns repeat the turn "
         f"before, {row.covered_turn_share:.0%} of these turns come within {row.ttl_s:g} s, and reading back saves an "
-        f"estimated {saved:.0%} of all prefill time, while D holds {row.pinned_mean_gb:,.1f} GB of KV for it on average"
+        f"estimated {saved:.0%} of all prefill time, while D holds {row.pinned_mean_gb:,.2f} GB of KV for it on average"
     )
     if room is not None and row.pinned_mean_gb * GIGA > room * _ROOM:
         fitting = [r.ttl_s for r in ttls if r.pinned_mean_gb * GIGA <= room * _ROOM]

@@ -14,7 +14,7 @@ BYTES_PER_TOKEN = 4
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _OK = range(200, 300)
 _OUTCOME = re.compile(r"\boutcome=([a-z_]+)")
-_MEMBER = re.compile(r" (prompt|read|local|first_byte_ms)=([0-9.]+)(?= |$)")
+_MEMBER = re.compile(r" (prompt|read|local)=([0-9]+)(?= |$)")
 # Istio puts four more fields between the response flags and the bytes.
 _ACCESS = re.compile(
     r'\[(?P<start_time>[^\]]+)\] "(?P<method>\S+) (?P<path>\S+) [^"]*" (?P<response_code>\d+) \S+ '
@@ -81,8 +81,7 @@ def read_access(access: Mapping[str, Any]) -> Observation | None:
 def _measured(outcome: str, text: str) -> Measured:
     try:
         word = Outcome(outcome)
-        found = {name: float(value) for name, value in _MEMBER.findall(text)}
     except ValueError:
-        raise LineError("a turn log's line with an outcome or a number that kvreturn does not write") from None
-    prompt, read, local = (int(found[n]) if n in found else None for n in ("prompt", "read", "local"))
-    return Measured(word, prompt, read, local, found.get("first_byte_ms"))
+        raise LineError("an outcome in it that kvreturn does not write") from None
+    found = {name: int(value) for name, value in _MEMBER.findall(text)}
+    return Measured(word, *(found.get(name) for name in ("prompt", "read", "local")))

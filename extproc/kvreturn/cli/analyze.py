@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ _path = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
-@click.argument("files", nargs=-1, metavar="[FILE]...")
+@click.argument("files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
 @click.option("--ttl", type=_positive, default=480.0, show_default=True, help="decoder_kv_blocks_ttl, seconds.")
 @click.option(
     "--prefill-rate", type=_positive, default=model.PREFILL_RATE, show_default=True, help="Tokens/s of one P."
@@ -79,7 +80,7 @@ def command(
     requests, with their responses or without; Mooncake traces; Envoy access logs; the router's turn log. What ends in
     .gz is decompressed. Lines that cannot be used are counted and named.
 
-    Exit codes: 0 done, 1 an input or output failed, 2 wrong options, 3 no usable line, 4 see --strict.
+    Exit codes: 0 done, 1 reading or writing failed, 2 wrong arguments, 3 no line could be used, 4 see --strict.
     """
     if not files and sys.stdin.isatty():
         raise click.UsageError("give a FILE, or a log on standard input")
@@ -98,12 +99,15 @@ def command(
     try:
         with _progress(total_size(names)) as advance:
             analysis = analyze(read_lines(names, advance), options)
-        report = make_report(analysis)
-        _write(analysis, report, html, picture)
     except InputError as e:
         raise click.ClickException(str(e)) from None
     except OSError as e:
-        raise click.ClickException(f"{e.filename or 'temporary files'}: {e.strerror}") from None
+        raise click.ClickException(f"temporary files in {tempfile.gettempdir()} (see TMPDIR): {e.strerror}") from None
+    report = make_report(analysis)
+    try:
+        _write(analysis, report, html, picture)
+    except OSError as e:
+        raise click.ClickException(f"cannot write the report: {e}") from None
     click.echo(json.dumps(report.as_json()) if as_json else text.render(report))
     if report.level == "nothing to tell":
         sys.exit(NOTHING)
