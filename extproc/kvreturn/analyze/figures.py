@@ -89,12 +89,12 @@ def _traffic(a: Analysis) -> list[Figure]:
         Figure("prompt_tokens", "prompt tokens", s.prompt, _COUNT, tokens, "all turns"),
         Figure("repeated_prompt_share", "repeated prompt share", share(repeated, follow_ups), _SHARE, lower, pairs),
         Figure(
-            *("repeated_share_with_answers", "  with answers", share(with_answers, follow_ups), _SHARE),
+            *("repeated_share_with_answers", "repeated, with answers", share(with_answers, follow_ups), _SHARE),
             _kind(a, "estimate"),
             answers,
         ),
         Figure(
-            *("repeated_share_of_all", "  of all turns", share(repeated, s.prompt), _SHARE),
+            *("repeated_share_of_all", "repeated, of all turns", share(repeated, s.prompt), _SHARE),
             lower,
             "repeated tokens over the prompts of all turns, first ones included",
         ),

@@ -43,31 +43,31 @@ class LineReader:
             obj = loads(text)
         except JSONTextError:
             raise LineError("not JSON") from None
-        if "hash_ids" in obj:
-            return self._trace(obj)
-        if is_access(obj) and not is_turn(obj):
-            return None
-        body = _member(obj, _REQUEST)
-        if not any(name in body for name in ("messages", "prompt")):
-            body = obj
-        if isinstance(body.get("messages"), list):
-            return self._request(obj, body, Chat())
-        if isinstance(body.get("prompt"), str | list):
-            return self._request(obj, body, Completions())
-        return self._named(obj)
+        return self._trace(obj) if "hash_ids" in obj else self._object(obj)
 
-    def _named(self, obj: Mapping[str, Any]) -> Observation | None:
-        conversation = first(obj, CONVERSATION)
-        if conversation is None or conversation == "":
-            if is_access(obj):
-                return read_access(obj)
-            raise LineError("no `conversation_id`, nor a request in which to find the conversation")
-        sizes = _sizes(obj)
-        if sizes is None and is_access(obj):
-            tokens = access_tokens(obj)
-            sizes = Sizes(tokens, tokens, estimated=True)
-        if sizes is None:
-            raise LineError("no `prompt_tokens`")
+    def _object(self, obj: Mapping[str, Any]) -> Observation | None:
+        access = is_access(obj)
+        if access and not is_turn(obj):
+            return None
+        conversation, sizes = first(obj, CONVERSATION), _sizes(obj)
+        named = conversation not in (None, "")
+        if named and sizes:
+            return self._named(obj, conversation, sizes)
+        inner = _member(obj, _REQUEST)
+        for body in (inner, obj):
+            if isinstance(body.get("messages"), list):
+                return self._request(obj, body, Chat())
+            if isinstance(body.get("prompt"), str | list):
+                return self._request(obj, body, Completions())
+        if not access:
+            missing = "`prompt_tokens`" if named else "`conversation_id`, nor a request to find the conversation by"
+            raise LineError(f"no {missing}")
+        if not named:
+            return read_access(obj)
+        tokens = access_tokens(obj)
+        return self._named(obj, conversation, Sizes(tokens, tokens, estimated=True))
+
+    def _named(self, obj: Mapping[str, Any], conversation: Any, sizes: Sizes) -> Observation:  # noqa: ANN401 - JSON
         # A conversation that changes its model starts anew: the KV is another one.
         key = canonical([conversation, obj.get("model")])
         return Observation(read_time(obj, self._unit), sizes, hashlib.blake2b(key, digest_size=8).digest())

@@ -15,7 +15,8 @@ h1 { font-size: 1.3rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
 th, td { text-align: left; padding: .25rem .75rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-td.n, th.n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+td:not(.basis) { white-space: nowrap; }
 td.basis { color: var(--soft); font-size: .9em; }
 svg { width: 100%; height: auto; }
 """

@@ -3,7 +3,7 @@
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from kvreturn.analyze import model, page, text
 from kvreturn.analyze.analysis import Analysis, Options, analyze
 from kvreturn.analyze.fields import Unit
-from kvreturn.analyze.lines import STDIN, InputError, read_lines, total_size
+from kvreturn.analyze.lines import STDIN, InputError, Line, read_lines, total_size
 from kvreturn.analyze.report import Report, make_report
 
 NOTHING = 3
@@ -97,8 +97,8 @@ def command(
     room = None if decode_kv_gb is None else decode_kv_gb * _GIGA
     options = Options(ttl, rates, time_unit, use_cached=not ignore_cached, decode_bytes=room)
     try:
-        with _progress(total_size(names)) as advance:
-            analysis = analyze(read_lines(names, advance), options)
+        with _reading(names) as lines:
+            analysis = analyze(lines, options)
     except InputError as e:
         raise click.ClickException(str(e)) from None
     except OSError as e:
@@ -130,9 +130,15 @@ def _write(analysis: Analysis, report: Report, html: Path | None, picture: Path 
 
 
 @contextmanager
-def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal's stderr, nothing elsewhere; gives the function that moves it on by some bytes."""
-    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+def _reading(names: Sequence[str]) -> Iterator[Iterator[Line]]:
+    """Lines of the inputs. On a terminal, stderr shows how far they are read, and that they are being counted then."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda count: bar.advance(task, count)
+        task = bar.add_task("reading", total=total_size(names))
+
+        def lines() -> Iterator[Line]:
+            yield from read_lines(names, lambda count: bar.advance(task, count))
+            bar.remove_task(task)
+            bar.add_task("counting", total=None)
+
+        yield lines()

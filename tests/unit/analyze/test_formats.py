@@ -222,6 +222,13 @@ def test_a_request_is_found_where_loggers_put_it(wrap: Any) -> None:  # noqa: AN
     assert (found.sizes.prompt, found.sizes.estimated) == (107, True)
 
 
+def test_a_conversation_that_the_log_names_is_believed_before_messages() -> None:
+    row = named("c", 1, 7, messages=[{"role": "user", "content": "hi"}])
+    assert turn(row).session == turn(named("c", 1, 7)).session
+    del row["prompt_tokens"]
+    assert turn(row).session is None
+
+
 def test_a_logged_response_tells_the_tokens_and_the_answer() -> None:
     found = turn(logged(1, [{"role": "user", "content": "hi"}], 9, {"role": "assistant", "content": "ho"}))
     assert (found.sizes.prompt, found.sizes.completion, found.sizes.estimated) == (9, 50, False)
