@@ -124,7 +124,7 @@ def _savings(a: Analysis) -> list[Figure]:
     )
     mean = share(s.saved, s.follow_ups) * _MS
     prefill = [
-        (p, name, d.percentile(p / 100)) for p in (50, 90) for name, d in (("off", t.ttft_off), ("on", t.ttft_on))
+        (p, name, d.percentile(p / 100)) for p in (50, 90) for name, d in (("off", t.prefill_off), ("on", t.prefill_on))
     ]
     return [
         Figure("reuse_turns", "turns that read back", s.reused_turns, _COUNT, kind, reads),

@@ -80,8 +80,8 @@ def _ttls(axes: Axes, analysis: Analysis, report: Report) -> None:
 def _prefill(axes: Axes, analysis: Analysis) -> None:
     tally = analysis.tally
     for times, colour, label in (
-        (tally.ttft_off, _OFF, "off: P computes all"),
-        (tally.ttft_on, _ON, "on: P reads back"),
+        (tally.prefill_off, _OFF, "off: P computes all"),
+        (tally.prefill_on, _ON, "on: P reads back"),
     ):
         points = times.points()
         values = [max(x * 1e3, 1) for x, _ in points]

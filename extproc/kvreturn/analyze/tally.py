@@ -17,17 +17,17 @@ _NO_TURN_BEFORE = {Outcome.FIRST_TURN, Outcome.REJECTED, Outcome.CANCELLED}
 
 
 class Distribution:
-    """Weights of positive values, exact to 2%."""
+    """How often positive values came, exact to 1%."""
 
     def __init__(self) -> None:
         self._bins: Counter[int] = Counter()
 
-    def add(self, value: float, weight: int = 1) -> None:
+    def add(self, value: float) -> None:
         """Count a value; what is below a microsecond, or a millionth, counts as that."""
-        self._bins[round(math.log(max(value, 1e-6)) / _STEP)] += weight
+        self._bins[round(math.log(max(value, 1e-6)) / _STEP)] += 1
 
     def points(self) -> list[tuple[float, float]]:
-        """(value, share of the weight at or below it), ascending."""
+        """(value, share of all at or below it), ascending."""
         total, below, out = self._bins.total(), 0, []
         for index, weight in sorted(self._bins.items()):
             below += weight
@@ -94,7 +94,6 @@ class Sums:
         repeated_with_answers: as `repeated`, with the previous answer where the log knows it.
         answers_known: follow-up turns whose previous answer's tokens are known.
         late: follow-up turns after the TTL.
-        cached: of follow-up turns within the TTL that P's own prefix cache had, as the log says.
         reused: read back, by the model.
         reused_turns: turns that read.
         saved: seconds of prefill that reads save, less what they cost.
@@ -114,7 +113,6 @@ class Sums:
     repeated_with_answers: int = 0
     answers_known: int = 0
     late: int = 0
-    cached: int = 0
     reused: int = 0
     reused_turns: int = 0
     saved: float = 0.0
@@ -143,8 +141,8 @@ class Tally:
         self.links: Counter[Link] = Counter()
         self.gaps = Distribution()
         self.waits = Waits(sorted({*TTLS, ttl}))
-        self.ttft_off = Distribution()
-        self.ttft_on = Distribution()
+        self.prefill_off = Distribution()
+        self.prefill_on = Distribution()
         self._use_cached = use_cached
         self._pin_steps = [0] * (_TIME_BINS + 1)
 
@@ -209,7 +207,6 @@ class Tally:
         if gap > self.ttl:
             sums.late += 1
         else:
-            sums.cached += min(cached, reusable)
             beyond = max(reusable - cached, 0)
             saved = self.rates.saving(beyond)
             if beyond >= self.rates.min_tokens:
@@ -217,8 +214,8 @@ class Tally:
                 sums.reused_turns += 1
         sums.saved += saved
         sums.computed += off
-        self.ttft_off.add(off)
-        self.ttft_on.add(off - saved)
+        self.prefill_off.add(off)
+        self.prefill_on.add(off - saved)
 
     def _cached(self, turn: Turn) -> int:
         return min(turn.sizes.cached or 0, turn.sizes.prompt) if self._use_cached else 0
