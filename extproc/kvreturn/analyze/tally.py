@@ -29,8 +29,8 @@ class Distribution:
     def points(self) -> list[tuple[float, float]]:
         """(value, share of all at or below it), ascending."""
         total, below, out = self._bins.total(), 0, []
-        for index, weight in sorted(self._bins.items()):
-            below += weight
+        for index, count in sorted(self._bins.items()):
+            below += count
             out.append((math.exp(index * _STEP), below / total))
         return out
 
