@@ -40,7 +40,7 @@ vllm:kvreturn_pinned_blocks{engine="0",model_name="m"} 500.0
 """
 TOLD = Pressure(kv_usage=0.8125, waiting=2, running=7, pinned=0.25)
 TEXT = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
-INTERVAL = 0.03
+INTERVAL = 0.03125  # exact in binary
 
 
 def edited(*changes: tuple[str, str]) -> bytes:
