@@ -69,6 +69,7 @@ class Report:
         local: how much P had in its own prefix cache before.
         reason: one word that says why `read` is not `proven`, or None.
         prompt: what P's prompt was (see `prompt_digest`), for D to compare; None if P cannot tell.
+        expires: when P's lease on its blocks ends, in seconds of P's monotonic clock, for D; None if P cannot tell.
     """
 
     proven: int
@@ -76,6 +77,7 @@ class Report:
     local: int
     reason: str | None = None
     prompt: str | None = None
+    expires: float | None = None
 
 
 def chain_seed(secret: bytes, *, lora: str = "", cache_salt: str = "") -> bytes:
@@ -264,6 +266,8 @@ def dump_report(report: Report) -> dict[str, Any]:
         out["reason"] = report.reason
     if report.prompt is not None:
         out["prompt"] = report.prompt
+    if report.expires is not None:
+        out["expires"] = report.expires
     return out
 
 
@@ -274,7 +278,7 @@ def load_report(obj: object) -> Report:
         WireError: missing (`no_digests`), another format version (`version`), or malformed.
     """
     obj = _versioned(obj)
-    reason, prompt = obj.get("reason"), obj.get("prompt")
+    reason, prompt, expires = obj.get("reason"), obj.get("prompt"), obj.get("expires")
     word = isinstance(reason, str) and reason.isascii() and reason.isidentifier() and len(reason) <= 32  # noqa: PLR2004
     return Report(
         proven=_count(obj, "proven"),
@@ -282,6 +286,7 @@ def load_report(obj: object) -> Report:
         local=_count(obj, "local"),
         reason=reason if word else None,
         prompt=prompt if isinstance(prompt, str) else None,
+        expires=float(expires) if isinstance(expires, int | float) and not isinstance(expires, bool) else None,
     )
 
 
