@@ -90,17 +90,15 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
         if theirs is not None and theirs != self._prompts.digest(request):
             self._warn("prompt", "the prefill node computed another prompt than ours (template? tokenizer?): computing")
             self._mismatched.add(request.request_id)
-        return {**params, _SLACK: self._lease_left(report.get("expires"))}
+        return {**params, _SLACK: self._lease_left(wire.seconds(report.get("expires")))}
 
-    def _lease_left(self, expires: Any) -> float | None:
+    def _lease_left(self, expires: float | None) -> float | None:
         """How long P surely keeps the blocks, on P's clock less ours; None if P does not say.
 
         From its arrival on, a waiting request renews P's lease by heartbeats, the first one after up to one interval.
         So what counts is what was left then, however long the request has to wait for room here.
         """
-        if isinstance(expires, bool) or not isinstance(expires, int | float):
-            return None
-        return expires - self._heartbeat_interval - time.perf_counter()
+        return None if expires is None else expires - self._heartbeat_interval - time.perf_counter()
 
     # --- scheduling ---
 

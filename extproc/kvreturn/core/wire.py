@@ -211,6 +211,13 @@ def _octets(obj: Mapping[str, Any], key: str, length: int | None = None) -> byte
     return raw
 
 
+def seconds(value: object) -> float | None:
+    """A point of a monotonic clock, None if `value` is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
+        return None
+    return float(value)
+
+
 def _versioned(obj: object) -> Mapping[str, Any]:
     if not isinstance(obj, Mapping):
         raise WireError("no_digests", "no kvreturn member")
@@ -278,7 +285,7 @@ def load_report(obj: object) -> Report:
         WireError: missing (`no_digests`), another format version (`version`), or malformed.
     """
     obj = _versioned(obj)
-    reason, prompt, expires = obj.get("reason"), obj.get("prompt"), obj.get("expires")
+    reason, prompt = obj.get("reason"), obj.get("prompt")
     word = isinstance(reason, str) and reason.isascii() and reason.isidentifier() and len(reason) <= 32  # noqa: PLR2004
     return Report(
         proven=_count(obj, "proven"),
@@ -286,7 +293,7 @@ def load_report(obj: object) -> Report:
         local=_count(obj, "local"),
         reason=reason if word else None,
         prompt=prompt if isinstance(prompt, str) else None,
-        expires=float(expires) if isinstance(expires, int | float) and not isinstance(expires, bool) else None,
+        expires=seconds(obj.get("expires")),
     )
 
 
