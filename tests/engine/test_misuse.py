@@ -76,6 +76,15 @@ def stock(handle: JSON) -> JSON:
     return {**handle, "do_remote_decode": True, "do_remote_prefill": False}
 
 
+async def until(engine: Engine, base: str, name: str, most: float) -> float:
+    """Wait until a node's gauge is down to `most`. Returns the seconds that it took."""
+    begun = time.perf_counter()
+    while await engine.metric(base, name) > most:
+        assert time.perf_counter() - begun < 5, f"{name} stays over {most}"
+        await asyncio.sleep(0.02)
+    return time.perf_counter() - begun
+
+
 async def check(engine: Engine, prompt: list[int], params: JSON) -> JSON:
     """P and D answer like a plain node, within 2 s of a cold prefill. Returns P's report."""
     answer, seconds = await prefill(engine, prompt, params)
@@ -179,13 +188,13 @@ async def test_what_a_client_sends_to_d_pins_nothing(engine: Engine, junk: Any) 
     assert await engine.metric(engine.d, "kvreturn_pins") <= before
 
 
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 5}], ids=["greedy", "seeded"])
-async def test_all_choices_of_a_request_share_one_read(engine: Engine, sampling: JSON) -> None:
+async def test_all_choices_of_a_request_share_one_read(engine: Engine) -> None:
     """On stock vLLM every choice reads, the later ones from blocks that P has freed after the first read."""
     late = await engine.metric(engine.p, "nixl_num_notifications_after_expiry_total")
 
     async def choices(base: str, seed: int) -> list[list[int]]:
-        status, answer = await engine.post(base, PATH, body(ids(seed, LENGTH)) | {"n": 2, **sampling})
+        asked = body(ids(seed, LENGTH)) | {"n": 2, "temperature": 1, "seed": 5}
+        status, answer = await engine.post(base, PATH, asked)
         assert status == 200, answer
         return [choice["token_ids"] for choice in answer["choices"]]
 
@@ -215,11 +224,35 @@ async def test_nothing_proven_frees_ds_blocks_at_once(engine: Engine) -> None:
     before = await engine.metric(engine.d, "kvreturn_pins")
     _, handle = await first_turn(engine, 35)
     await prefill(engine, ids(36, 260), sealed(handle))
-    for _ in range(100):
-        if await engine.metric(engine.d, "kvreturn_pins") <= before:
-            return
-        await asyncio.sleep(0.05)
-    pytest.fail("D still pins the blocks")
+    await until(engine, engine.d, "kvreturn_pins", before)
+
+
+@pytest.mark.parametrize("node", ["p", "d"])
+async def test_a_handle_is_freed_without_a_read(engine: Engine, node: str) -> None:
+    pins, sources = await engine.metric(engine.d, "kvreturn_pins"), await engine.sources()
+    full, handle = await first_turn(engine, crc32(node.encode()))
+    free = {**COLD, "kvreturn": {"v": 1, "handle": handle, "free": True}}
+    for reason in ("freed", "used"):
+        begun = time.perf_counter()
+        status, answer = await engine.post(getattr(engine, node), PATH, body([1], 1) | {"kv_transfer_params": free})
+        print(f"{reason} after {(time.perf_counter() - begun) * 1000:.0f} ms")
+        assert status == 200, answer
+        assert answer["kv_transfer_params"].keys() == {"kvreturn"}
+        report = answer["kv_transfer_params"]["kvreturn"]
+        assert (report["reason"], report["read"]) == (reason, 0)
+        await until(engine, engine.d, "kvreturn_pins", pins)
+    assert (await engine.sources())["external_kv_transfer"] == sources["external_kv_transfer"]
+    answer, _ = await prefill(engine, full + ids(73, 60), sealed(handle))
+    assert answer["kv_transfer_params"]["kvreturn"]["reason"] == "used"
+
+
+async def test_freeing_needs_the_whole_handle(engine: Engine) -> None:
+    full, handle = await first_turn(engine, 74)
+    forged = {**handle, "remote_block_ids": [[1, 2, 3, 4, 5, 6, 7]]}
+    answer, _ = await prefill(engine, [1], {"kvreturn": {"v": 1, "handle": forged, "free": True}})
+    assert answer["kv_transfer_params"]["kvreturn"]["reason"] == "used"
+    answer, _ = await prefill(engine, full + ids(75, 60), sealed(handle))
+    assert answer["kv_transfer_params"]["kvreturn"]["read"] == HELD
 
 
 async def test_all_engines_live(engine: Engine) -> None:
