@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import subprocess
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +45,7 @@ class Engine:
     nodes: dict[str, VllmNode]
     python: Path
     children: dict[str, Child]
+    lines: deque[str]  # what nodes and Envoy logged
 
     async def post(self, base: str, path: str, body: JSON) -> tuple[int, JSON]:
         async with self.session.post(base + path, json=body) as answer:
@@ -57,7 +60,7 @@ class Engine:
         usual = self.nodes[name]
         given = usual.arguments if arguments is None else arguments
         node = replace(usual, extra={**usual.extra, **extra}, arguments=given)
-        child = self.children[name] = node.child(self.python, _sink)
+        child = self.children[name] = node.child(self.python, functools.partial(_note, self.lines))
         await child.start()
         await healthy(self.session, child, node)
 
@@ -80,7 +83,8 @@ class Engine:
         return totals
 
 
-def _sink(name: str, line: str) -> None:
+def _note(lines: deque[str], name: str, line: str) -> None:
+    lines.append(f"{name}: {line}")
     folder = os.environ.get("KVRETURN_ENGINE_LOGS")
     if folder:
         with (Path(folder) / f"{name}.log").open("a") as file:
@@ -118,7 +122,9 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
     ]
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        children = {node.name: node.child(python, _sink) for node in nodes}
+        lines: deque[str] = deque(maxlen=10_000)
+        sink = functools.partial(_note, lines)
+        children = {node.name: node.child(python, sink) for node in nodes}
 
         async def stop() -> None:
             await asyncio.gather(*[child.stop(20.0) for child in children.values()])
@@ -139,7 +145,7 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
             }
         )
         router = await stack.enter_async_context(running(settings))
-        envoy = await stack.enter_async_context(EnvoyProcess(bootstrap.to_dict(bootstrap.build(settings)), sink=_sink))
+        envoy = await stack.enter_async_context(EnvoyProcess(bootstrap.to_dict(bootstrap.build(settings)), sink=sink))
         await envoy.ready()
         yield Engine(
             p=f"http://{p}",
@@ -151,4 +157,5 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
             nodes={node.name: node for node in nodes},
             python=python,
             children=children,
+            lines=lines,
         )
