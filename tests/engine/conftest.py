@@ -21,7 +21,7 @@ from kvreturn.demo.counters import prompt_tokens_by_source
 from kvreturn.demo.stack import free_addresses
 from kvreturn.demo.vllm_node import EngineMissingError, VllmNode, engine_python
 from kvreturn.envoy import bootstrap
-from kvreturn.envoy.process import Child
+from kvreturn.envoy.process import Child, Sink
 from kvreturn.envoy.runner import EnvoyProcess
 from kvreturn.server.app import Router, running
 
@@ -55,12 +55,22 @@ class Engine:
         """Take a node away."""
         await self.children[name].stop(20.0)
 
-    async def start(self, name: str, *, arguments: Sequence[str] | None = None, **extra: object) -> None:
-        """A new process in its place, with other arguments, or other members of `kv_connector_extra_config`."""
+    async def start(
+        self, name: str, *, arguments: Sequence[str] | None = None, stock: bool = False, **extra: object
+    ) -> None:
+        """A new process in its place, changed.
+
+        Args:
+            name: of the node.
+            arguments: in place of its usual ones.
+            stock: whether it runs vLLM's own connector.
+            extra: members of `kv_connector_extra_config`; added to its usual ones, of which a stock one has but one.
+        """
         usual = self.nodes[name]
         given = usual.arguments if arguments is None else arguments
-        node = replace(usual, extra={**usual.extra, **extra}, arguments=given)
-        child = self.children[name] = node.child(self.python, functools.partial(_note, self.lines))
+        members = {**(ON if stock else usual.extra), **extra}
+        node = replace(usual, extra=members, arguments=given, connector="stock" if stock else usual.connector)
+        child = self.children[name] = node.child(self.python, functools.partial(note, self.lines))
         await child.start()
         await healthy(self.session, child, node)
 
@@ -83,7 +93,7 @@ class Engine:
         return totals
 
 
-def _note(lines: deque[str], name: str, line: str) -> None:
+def note(lines: deque[str], name: str, line: str) -> None:
     lines.append(f"{name}: {line}")
     folder = os.environ.get("KVRETURN_ENGINE_LOGS")
     if folder:
@@ -102,6 +112,30 @@ async def healthy(session: aiohttp.ClientSession, child: Child, node: VllmNode) 
             return False
 
     await child.ready(probe, _START)
+
+
+@contextlib.asynccontextmanager
+async def front(
+    prefill: Sequence[str], decode: Sequence[str], sink: Sink, **changes: object
+) -> AsyncIterator[tuple[Router, str]]:
+    """A router, and Envoy with the gateway at this URL, before these nodes."""
+    listen, client, loopback, admin = free_addresses(4)
+    settings = Settings.model_validate(
+        {
+            "listen": listen,
+            "admin": None,
+            "pools": {"prefill": list(prefill), "decode": list(decode)},
+            "envoy": {"listen": client, "prefill_listen": loopback, "admin": admin},
+            "drain_timeout": 1,
+            **changes,
+        }
+    )
+    async with (
+        running(settings) as router,
+        EnvoyProcess(bootstrap.to_dict(bootstrap.build(settings)), sink=sink) as envoy,
+    ):
+        await envoy.ready()
+        yield router, f"http://{client}"
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -123,7 +157,7 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
         lines: deque[str] = deque(maxlen=10_000)
-        sink = functools.partial(_note, lines)
+        sink = functools.partial(note, lines)
         children = {node.name: node.child(python, sink) for node in nodes}
 
         async def stop() -> None:
@@ -134,24 +168,12 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
         stack.push_async_callback(stop)
         for node in nodes:
             await healthy(session, children[node.name], node)
-        listen, client, loopback, admin = free_addresses(4)
-        settings = Settings.model_validate(
-            {
-                "listen": listen,
-                "admin": None,
-                "pools": {"prefill": [p], "decode": [d]},
-                "envoy": {"listen": client, "prefill_listen": loopback, "admin": admin},
-                "drain_timeout": 1,
-            }
-        )
-        router = await stack.enter_async_context(running(settings))
-        envoy = await stack.enter_async_context(EnvoyProcess(bootstrap.to_dict(bootstrap.build(settings)), sink=sink))
-        await envoy.ready()
+        router, gateway = await stack.enter_async_context(front([p], [d], sink))
         yield Engine(
             p=f"http://{p}",
             d=f"http://{d}",
             single=f"http://{single}",
-            gateway=f"http://{client}",
+            gateway=gateway,
             router=router,
             session=session,
             nodes={node.name: node for node in nodes},
