@@ -4,7 +4,7 @@ Figures by hand: a turn of 200 + 24 tokens needs 13 blocks to start, 14 in the e
 """
 
 import asyncio
-from collections.abc import Callable
+import functools
 from dataclasses import replace
 
 import pytest
@@ -18,13 +18,16 @@ SMALL: Json = {"num_blocks": 33, "max_model_len": 512}
 PLUGIN: Json = {"connector": "kvreturn"}
 
 
-async def advance_until(c: Cluster, condition: Callable[[], bool], limit: float, step: float = 0.5) -> None:
-    """Let time pass until `condition` holds, at most `limit` seconds."""
+async def advance_until(c: Cluster, live: int, limit: float, step: float = 0.5) -> None:
+    """Let time pass until only `live` requests run or wait on D, at most `limit` seconds."""
     end = c.clock.now() + limit
-    while not condition():
+    while c.d.stats.running + c.d.stats.waiting > live:
         await c.clock.advance(step)
-        await asyncio.sleep(0.001)  # let sockets deliver
         assert c.clock.now() < end
+
+
+def running(c: Cluster, number: int) -> bool:
+    return c.d.stats.running == number
 
 
 async def decode_leg(c: Cluster, body: Json) -> Json:
@@ -52,7 +55,7 @@ async def test_room_for_8_of_24_conversations(cluster: Make, connector: str) -> 
     await c.until(lambda: c.d.stats.running == 8)
     await c.until(lambda: c.d.stats.waiting == 16)
     assert c.d.blocks() == BlockUse(running=8 * 13, free=8)
-    await advance_until(c, lambda: sum(leg.done() for leg in legs) == 8, 5)
+    await advance_until(c, 16, 5)
     if connector == "stock":
         # D starves on what nobody has come for: nothing runs before the first TTL is over.
         await c.clock.advance(400)
@@ -61,11 +64,11 @@ async def test_room_for_8_of_24_conversations(cluster: Make, connector: str) -> 
     else:
         # At most half of the blocks are kept: 4 turns; the oldest are let go for later ones. 8 + 4 + 4 + 4 + 4 run.
         assert c.d.stats.pins == 4
-        await advance_until(c, lambda: all(leg.done() for leg in legs), 15)
+        await advance_until(c, 0, 15)
         assert (c.d.stats.pins, c.d.stats.early_releases, c.d.stats.refused_pins) == (4, 20, 0)
-    await advance_until(c, lambda: all(leg.done() for leg in legs), 1_500, 20.0)
+    await advance_until(c, 0, 1_500, 20.0)
     for leg, body in zip(legs, bodies, strict=True):
-        assert tokens(leg.result()) == tokens(await c.expected(COMPLETIONS, body))
+        assert tokens(await leg) == tokens(await c.expected(COMPLETIONS, body))
     await c.clock.advance(500)
     use = c.d.blocks()
     assert use == BlockUse(free=use.free, cached=use.cached)
@@ -102,13 +105,14 @@ async def test_who_is_preempted(cluster: Make, policy: str, priorities: tuple[in
     tasks = []
     for i, body in enumerate(bodies):  # together 44 blocks
         tasks.append(asyncio.create_task(c.post(c.d, COMPLETIONS, body)))
-        await c.until(lambda number=i + 1: c.d.stats.running == number)
-    await advance_until(c, lambda: any(task.done() for task in tasks), 20)
+        await c.until(functools.partial(running, c, i + 1))
+    await advance_until(c, 1, 20)
+    await tasks[1 - victim]
     assert not tasks[victim].done()
     assert c.d.stats.preemptions == 1
-    await advance_until(c, lambda: all(task.done() for task in tasks), 20)
+    await advance_until(c, 0, 20)
     for task, body in zip(tasks, bodies, strict=True):
-        assert tokens(task.result()[1]) == tokens(await c.expected(COMPLETIONS, body))
+        assert tokens((await task)[1]) == tokens(await c.expected(COMPLETIONS, body))
     use = c.d.blocks()
     assert use == BlockUse(free=use.free, cached=use.cached)
 
@@ -117,7 +121,8 @@ async def test_a_preempted_request_whose_client_leaves_gives_everything_back(clu
     c = await cluster(d={"timing": PACED}, **SMALL)
     tasks = [asyncio.create_task(c.post(c.d, COMPLETIONS, generate(ids(i, 200), 150))) for i in (1, 2)]
     await c.until(lambda: c.d.stats.running == 2)
-    await advance_until(c, lambda: c.d.stats.preemptions == 1, 20)
+    while not c.d.stats.preemptions:
+        await c.clock.advance(0.5)
     assert (c.d.stats.running, c.d.stats.waiting) == (1, 1)
     for task in tasks:
         task.cancel()
