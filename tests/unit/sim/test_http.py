@@ -280,7 +280,7 @@ async def test_metrics(cluster: Make) -> None:
     assert d["prompt_tokens_total"] == sum(sources.values())
     # The second turn's 307 tokens (20 blocks) are pinned; the first turn's pin was read.
     assert d["kv_cache_usage_perc"] == pytest.approx(20 / 8_192)
-    labels = 'block_size="16",engine="0",num_gpu_blocks="8193"'
+    labels = 'block_size="16",enable_prefix_caching="True",engine="0",num_gpu_blocks="8193"'
     assert f"vllm:cache_config_info{{{labels}}} 1.0\n" in (await c.get(c.d, "/metrics"))[1]
     assert "nixl_bytes_transferred_sum" not in values((await c.get(c.oracle, "/metrics"))[1])
 
