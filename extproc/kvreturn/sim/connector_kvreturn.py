@@ -9,7 +9,7 @@ from typing import Any
 
 from kvreturn.core import wire
 from kvreturn.sim.connector import EngineDiedError, Farewell, LoadError, Services, StuckError
-from kvreturn.sim.connector_stock import StockConnector
+from kvreturn.sim.connector_stock import HEARTBEATS, StockConnector
 from kvreturn.sim.sequence import Sequence
 
 _Checked = tuple[Mapping[str, Any], wire.Proof]
@@ -63,6 +63,7 @@ class KvreturnConnector(StockConnector):
         super().__init__(engine)
         self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._plans: dict[Sequence, _Plan] = {}
+        self._slack: dict[Sequence, float] = {}  # what was left of P's lease, in P's time less ours
 
     def arrived(self, seq: Sequence) -> None:
         """See `StockConnector.arrived`."""
@@ -84,11 +85,17 @@ class KvreturnConnector(StockConnector):
         elif seq.from_peer and not self._same_prompt(seq, params):
             seq.from_peer = params["do_remote_prefill"] = False
             self._engine.spawn(self._notify(params))
+        elif seq.from_peer and (expires := _lease_end(params)) is not None:
+            # While it waits for room, its heartbeats renew P's lease; the first comes after one interval.
+            self._slack[seq] = expires - self._config.lease / HEARTBEATS - self._engine.now()
 
     async def load(self, seq: Sequence) -> int:
         """See `StockConnector.load`; raises nothing."""
         plan = self._plans.get(seq)
         if plan is None:
+            slack = self._slack.pop(seq, None)
+            if slack is not None and seq.job.params:
+                seq.job.params["remote_blocks_expiry_time"] = self._engine.now() + slack
             try:
                 return await super().load(seq)
             except (LoadError, StuckError, EngineDiedError):
@@ -118,6 +125,7 @@ class KvreturnConnector(StockConnector):
     def finished(self, seq: Sequence, *, normally: bool) -> Farewell:
         """See `StockConnector.finished`."""
         plan = self._plans.pop(seq, None)
+        self._slack.pop(seq, None)
         try:
             if plan is not None:
                 return self._prefilled(seq, plan, normally=normally)
@@ -130,11 +138,12 @@ class KvreturnConnector(StockConnector):
             self._engine.spawn(self._notify(plan.handle))  # it ended while it waited for room: D need not wait
         if seq.report is None or not normally:
             return Farewell()
-        member = {wire.MEMBER: wire.dump_report(replace(seq.report, prompt=self._prompt(seq)))}
+        report = replace(seq.report, prompt=self._prompt(seq))
         if not plan.keep:
-            return Farewell(member)
+            return Farewell({wire.MEMBER: wire.dump_report(report)})
         farewell = super().finished(seq, normally=normally)
-        return replace(farewell, params={**(farewell.params or {}), **member})
+        report = replace(report, expires=self._engine.now() + farewell.seconds)
+        return replace(farewell, params={**(farewell.params or {}), wire.MEMBER: wire.dump_report(report)})
 
     def _decoded(self, seq: Sequence, *, normally: bool) -> Farewell:
         params = seq.job.params
@@ -281,6 +290,12 @@ def _says(params: Mapping[str, Any], key: str, *, value: bool) -> bool:
     """Whether the router says so in the `kvreturn` member."""
     member = params.get(wire.MEMBER)
     return isinstance(member, Mapping) and member.get(key) is value
+
+
+def _lease_end(params: Mapping[str, Any]) -> float | None:
+    """When P's lease ends, by P's clock; None if P does not say."""
+    member = params.get(wire.MEMBER)
+    return wire.seconds(member.get("expires")) if isinstance(member, Mapping) else None
 
 
 def _well_formed(handle: Mapping[str, Any]) -> bool:
