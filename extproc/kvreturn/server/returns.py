@@ -104,10 +104,11 @@ class Returns:
         now = self._world.clock()
         while self._unseen:
             ticket, (node, reason, when) = next(iter(self._unseen.items()))
-            if now - when < _UNUSED and len(self._unseen) <= _UNSEEN:
+            if now - when >= _UNUSED:
+                self.chooser.learned(node, reason, "unused", now)
+            elif len(self._unseen) <= _UNSEEN:
                 return
             del self._unseen[ticket]
-            self.chooser.learned(node, reason, "unused", now)
 
     def came(self, ticket: bytes, fate: Fate) -> None:
         """The next turn came, and P had what went back to it, or had it no more."""
