@@ -6,7 +6,8 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 Sink = Callable[[str, str], None]
 """Takes the name of a child and one line of its output."""
@@ -141,3 +142,28 @@ class Child:
         line = raw.decode(errors="replace").rstrip("\r")
         self._tail.append(line)
         self._sink(self.name, line)
+
+
+async def first(children: Sequence[Child], *wanted: Coroutine[Any, Any, object]) -> int:
+    """Wait for the first of `wanted`; the others are cancelled.
+
+    Returns:
+        Its index.
+
+    Raises:
+        ProcessError: a child died before.
+    """
+    tasks = [asyncio.create_task(w) for w in wanted]
+    deaths = [asyncio.create_task(child.wait()) for child in children]
+    try:
+        await asyncio.wait([*tasks, *deaths], return_when=asyncio.FIRST_COMPLETED)
+        for child, death in zip(children, deaths, strict=True):
+            if death.done():
+                raise ProcessError(child.epitaph(death.result()))
+        index = next(i for i, task in enumerate(tasks) if task.done())
+        tasks[index].result()
+        return index
+    finally:
+        for task in [*tasks, *deaths]:
+            task.cancel()
+        await asyncio.gather(*tasks, *deaths, return_exceptions=True)
