@@ -13,6 +13,7 @@ from kvreturn.envoy.process import Child, ProcessError, Sink
 PYTHON_ENV = "KVRETURN_ENGINE_PYTHON"
 _DEFAULT_PYTHON = Path(".venv-engine/bin/python")
 _STOP_WITHIN = 5.0  # seconds
+_TAIL = 80  # lines: when vLLM's engine cannot start, the reason stands some 60 lines above its server's last
 
 
 class EngineMissingError(Exception):
@@ -111,7 +112,7 @@ class VllmNode:
         ]
         if self.role != "single":
             argv += ["--kv-transfer-config", json.dumps(self._transfer())]
-        return Child(self.name, argv, sink, self._environment())
+        return Child(self.name, argv, sink, self._environment(), tail=_TAIL)
 
     def _transfer(self) -> dict[str, Any]:
         config: dict[str, Any] = {

@@ -13,7 +13,6 @@ Sink = Callable[[str, str], None]
 """Takes the name of a child and one line of its output."""
 
 _LINE_LIMIT = 1 << 16  # bytes; a longer line comes in pieces
-_TAIL = 20  # lines
 _POLL = 0.05  # seconds
 _LAST_OUTPUT = 1.0  # seconds that output may lag behind the process's end
 
@@ -25,16 +24,22 @@ class ProcessError(Exception):
 class Child:
     """A child process in a process group of its own, so that Ctrl-C reaches only us: we decide who stops first.
 
-    Attributes:
+    Args:
         name: what logs and errors call it.
+        argv: command line.
+        sink: takes its output.
+        env: its environment; None for ours.
+        tail: so many lines of its output are told when it fails.
     """
 
-    def __init__(self, name: str, argv: Sequence[str], sink: Sink, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], sink: Sink, env: Mapping[str, str] | None = None, *, tail: int = 20
+    ) -> None:
         self.name = name
         self._argv = list(argv)
         self._sink = sink
         self._env = env
-        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._tail: deque[str] = deque(maxlen=tail)
         self._process: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None
 
