@@ -23,14 +23,7 @@ _FILES = (
     *("core/outcome.py", "core/handle.py", "core/fingerprint.py", "core/scrub.py", "core/prefill.py", "core/sse.py"),
     *("core/attach.py", "core/ports.py", "server/request.py", "server/response.py", "store/memory.py"),
 )
-_SMALL_FILES = (
-    "core/outcome.py",
-    "core/scrub.py",
-    "core/attach.py",
-    "core/fingerprint.py",
-    "core/prefill.py",
-    "core/sse.py",
-)
+_SMALL_FILES = ("core/outcome.py", "core/scrub.py", "core/attach.py", "core/fingerprint.py", "core/sse.py")
 
 
 class ScriptError(Exception):
@@ -63,7 +56,7 @@ def built_in(*, small: bool = False) -> Script:
     """An agent that reads this package's source: tool results of a few thousand tokens, growing past 20,000.
 
     Args:
-        small: fewer files and shorter answers, for a tiny model on a CPU: it ends at about 10,000 of its tokens.
+        small: fewer files and shorter answers, for a tiny model on a CPU: it ends at about 8,000 of its tokens.
     """
     package = importlib.resources.files("kvreturn")
     files = [[package.joinpath(name).read_text()] for name in (_SMALL_FILES if small else _FILES)]
