@@ -143,7 +143,9 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
     except EngineMissingError as e:
         pytest.skip(str(e))
     model = tmp_path_factory.mktemp("model") / "tiny"
-    await make_model(python, model, _sink, template="drop_thinking")
+    lines: deque[str] = deque(maxlen=10_000)
+    sink = functools.partial(note, lines)
+    await make_model(python, model, sink, template="drop_thinking")
     p, d, single, *sides = free_addresses(6)
     nodes = [
         VllmNode("prefill", p, sides[0], model, "prefill", arguments=UNCACHED),
@@ -152,8 +154,6 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
     ]
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        lines: deque[str] = deque(maxlen=10_000)
-        sink = functools.partial(note, lines)
         children = {node.name: node.child(python, sink) for node in nodes}
 
         async def stop() -> None:
