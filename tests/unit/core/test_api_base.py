@@ -10,11 +10,11 @@ from kvreturn.core.api.base import (
     Usage,
     error_body,
     read_common,
-    read_index,
     read_model,
     shaping,
     shaping_names,
 )
+from kvreturn.core.api.choices import read_index
 from kvreturn.core.jsontext import ObjectText
 from support.turns import Json, compact
 
