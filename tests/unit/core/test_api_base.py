@@ -24,7 +24,12 @@ def text(obj: Json | bytes) -> ObjectText:
 
 
 def test_each_api_has_its_path() -> None:
-    assert {api.name: api.path for api in APIS} == {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+    assert {api.name: api.path for api in APIS} == {
+        "chat": "/v1/chat/completions",
+        "completions": "/v1/completions",
+        "responses": "/v1/responses",
+        "messages": "/v1/messages",
+    }
 
 
 # --- requests ---

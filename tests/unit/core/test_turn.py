@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvreturn.core.api import Completions
+from kvreturn.core.api import Completions, Responses
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Ask, Failure, Forward, Put, Record, Refuse, Reply, Take, Taken
 from kvreturn.core.turn import Policy, Turn
@@ -181,6 +181,12 @@ case(
     Outcome.UNPROVEN,
     by_router(d_handle(), tokenized(LONGER), p_reply(prompt_tokens=201)),
     "tokenize_mismatch",
+)
+case(
+    "what it begins with is stored at D",
+    Outcome.DECODE_ALONE,
+    Drive({"model": "m", "input": "Hi", "previous_response_id": "resp_1"}, [], api=Responses()),
+    "previous_response_id",
 )
 case("trusted", Outcome.HIT, Drive(NEXT, [found(d_handle(proof=False)), p_reply()], TRUSTED))
 

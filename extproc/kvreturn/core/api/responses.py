@@ -82,13 +82,13 @@ class ResponsesAnswer(Answer):
 
     def read(self, obj: Mapping[str, Any], *, stream: bool) -> None:
         """See `Answer.read`. How a response ended is in its `status`: vLLM calls each last event `completed`."""
-        if obj.get("type") == "error":
-            self.read_error(obj)
+        self.read_error(obj if obj.get("type") == "error" else obj.get("error"))
         response = obj.get("response", {}) if stream else obj
         if not isinstance(response, Mapping):
             return
         status = str(response.get("status"))
-        self.read_error(response.get("error") or (status if status in _FAILED else None))
+        if status in _FAILED:
+            self.read_error(response.get("error") or status)
         self.usage.read(response.get("usage"))
         if isinstance(response.get("id"), str):
             self.id = response["id"]
