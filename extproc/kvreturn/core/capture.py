@@ -196,8 +196,9 @@ class BodyCapture:
         """See `Capture.decode`."""
         if self._stripper:
             return self._stripper.decode(data)
-        if self._body is None:
-            return data
+        if self._body is None:  # it was whole, and there is more
+            self._stripper = MemberStripper(HIDDEN, lines=True)
+            return self._stripper.decode(data)
         self._body += data
         if not self._begun:
             first = self._body.lstrip(b" \t\r\n")[:1]
