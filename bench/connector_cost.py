@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "connector"))
 
 from kvreturn_connector import wire
-from kvreturn_connector.handles import prove
+from kvreturn_connector.handles import Offer, check_handle, prove
 from kvreturn_connector.pins import ticket
 from kvreturn_connector.settings import Settings
 
@@ -62,9 +62,13 @@ def main() -> None:
     growth = len(json.dumps(handle, separators=(",", ":"))) - bare
     generated = len(json.dumps(handle[wire.MEMBER]["generated"], separators=(",", ":")))
     prompt = [*tokens, *range(200)]
+
+    def on_p() -> Offer:
+        return prove(*check_handle(handle, settings), prompt, size, seed, None)
+
     print(f"{held} tokens, {len(blocks)} blocks of {size}; medians of {_RUNS} runs")
     print(f"D, at the end of a turn: {milliseconds(on_d):.2f} ms")
-    print(f"P, proof of a handle:    {milliseconds(lambda: prove(handle, prompt, size, settings, seed, None)):.2f} ms")
+    print(f"P, proof of a handle:    {milliseconds(on_p):.2f} ms")
     print(f"P or D, prompt digest:   {milliseconds(lambda: wire.prompt_digest(prompt, seed)):.2f} ms")
     print(f"handle: {(growth - generated) / len(blocks):.2f} bytes more per block, and {generated} for 300 token ids")
 

@@ -41,7 +41,7 @@ def _table(model: type[BaseModel]) -> list[str]:
     lines = ["| setting | default | meaning |", "|---|---|---|"]
     for name, field in model.model_fields.items():
         if field.description:
-            lines.append(f"| `{name}` | {_default(field.default)} | {field.description} |")
+            lines.append(f"| `{field.alias or name}` | {_default(field.default)} | {field.description} |")
     return lines
 
 

@@ -8,6 +8,8 @@ What is out of the ordinary, and why:
 - `triton` comes with xgrammar and is of no use on a CPU (1 GB).
 
 usage: python scripts/install_engine.py [FOLDER]    (default .venv-engine)
+
+It ends with exit code 75 if pip cannot get a package: then there is no vLLM to be had here, and nothing else is wrong.
 """
 
 import re
@@ -21,13 +23,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VLLM, NIXL, TORCH = "0.32.0", "1.5.1", "2.13.0+cpu"
 _SKIPPED = ("torch", "torchaudio", "torchvision", "torchcodec")
+_UNAVAILABLE = 75  # EX_TEMPFAIL of sysexits.h
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def run(*command: str) -> None:
-    """Run a command, or end with its exit code."""
+    """Run pip, or end."""
     if subprocess.run(command, check=False).returncode:
-        sys.exit(f"failed: {' '.join(command)}")
+        print(f"failed: {' '.join(command)}", file=sys.stderr)
+        sys.exit(_UNAVAILABLE)
 
 
 def requirements(wheel: Path) -> list[str]:

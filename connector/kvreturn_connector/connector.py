@@ -79,6 +79,11 @@ def _announce(settings: Settings, scheduler: ProvenPullScheduler) -> None:
         ",".join(settings.allowed_peers) or "private",
         bool(settings.secret),
     )
+    if not settings.bidirectional:
+        logger.warning(
+            "kvreturn: bidirectional_kv_xfer is off: a prefill node reads nothing back, a decode node leaves no "
+            "handles. If it is on at the other nodes, they work for nothing: set it to the same everywhere"
+        )
     if scheduler.side_channel_host in _LOCAL:
         logger.warning(
             "kvreturn: the side channel is %s: nodes on other machines cannot reach it. Set "

@@ -1,7 +1,8 @@
 """Handles as they arrive: checked before anything is opened, allocated or read. No vLLM in here."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvreturn_connector import wire
@@ -54,6 +55,12 @@ class Offer:
         return fields
 
 
+def to_free(params: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The handle that a request wants to be freed; None if it is another request."""
+    member = params.get(wire.MEMBER)
+    return open_offer(params) if isinstance(member, Mapping) and member.get("free") is True else None
+
+
 def open_offer(params: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The handle in a P request's parameters: sealed inside `kvreturn`, or in vLLM's own form; None without one."""
     member = params.get(wire.MEMBER)
@@ -99,26 +106,14 @@ def check_blocks(params: Mapping[str, Any]) -> list[list[int]]:
     return [list(group) for group in groups]
 
 
-def prove(
-    params: Mapping[str, Any],
-    tokens: Sequence[int],
-    block_size: int,
-    settings: Settings,
-    seed: bytes,
-    extra: Mapping[int, bytes] | None,
-) -> Offer:
-    """Check a handle and compare it with our own prompt.
+def check_handle(params: Mapping[str, Any], settings: Settings) -> tuple[Offer, wire.Proof]:
+    """Check all of D's object that can be checked without a prompt.
 
-    Args:
-        params: D's object.
-        tokens: our prompt.
-        block_size: our tokens per block.
-        settings: ours.
-        seed: our chain's seed.
-        extra: by block, what else our prompt's blocks depend on.
+    Returns:
+        The handle, none of it proven yet: D can be asked about it.
 
     Raises:
-        wire.WireError: the handle cannot be used; `reason` says why.
+        wire.WireError: the handle cannot be used for anything; `reason` says why.
     """
     check_peer(params, settings)
     groups = check_blocks(params)
@@ -129,10 +124,57 @@ def prove(
         raise wire.WireError("malformed", "remote_num_tokens is no count")
     if len(groups) != 1:
         raise wire.WireError("groups", "several KV cache groups cannot be proven")
+    if not len(groups[0]) == -(-held // proof.block_size) == proof.blocks:
+        raise wire.WireError("malformed", f"{len(groups[0])} blocks and {proof.blocks} digests for {held} tokens")
+    mark = ticket(params["remote_engine_id"], params["remote_request_id"], groups[0], held, proof.digests)
+    return Offer(params, groups[0], held, 0, proof.block_size, mark), proof
+
+
+def prove(
+    offer: Offer,
+    proof: wire.Proof,
+    tokens: Sequence[int],
+    block_size: int,
+    seed: bytes,
+    extra: Mapping[int, bytes] | None,
+) -> Offer:
+    """Compare a handle with our own prompt.
+
+    Args:
+        offer: from `check_handle`.
+        proof: as `offer`.
+        tokens: our prompt.
+        block_size: our tokens per block.
+        seed: our chain's seed.
+        extra: by block, what else our prompt's blocks depend on.
+
+    Returns:
+        The offer with its proven prefix.
+
+    Raises:
+        wire.WireError: the two cannot be compared; `reason` says why.
+    """
     if proof.block_size != block_size:
         raise wire.WireError("block_size", f"D has blocks of {proof.block_size} tokens, we have {block_size}")
-    if len(groups[0]) != -(-held // block_size):
-        raise wire.WireError("malformed", f"{len(groups[0])} blocks for {held} tokens")
-    proven = wire.proven_tokens(proof, held, tokens, seed, extra)
-    mark = ticket(params["remote_engine_id"], params["remote_request_id"], groups[0], held, proof.digests)
-    return Offer(params, groups[0], held, proven, block_size, mark)
+    return replace(offer, proven=wire.proven_tokens(proof, offer.held, tokens, seed, extra))
+
+
+class Once:
+    """Tells what comes for the first time.
+
+    Args:
+        limit: how many of the latest it remembers.
+    """
+
+    def __init__(self, limit: int = 65_536) -> None:
+        self._limit = limit
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+
+    def first(self, key: Hashable) -> bool:
+        """Whether `key` was not here before."""
+        if key in self._seen:
+            return False
+        self._seen[key] = None
+        if len(self._seen) > self._limit:
+            self._seen.popitem(last=False)
+        return True

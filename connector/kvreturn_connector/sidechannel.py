@@ -109,9 +109,12 @@ class Asker:
         """Ask D to hold the blocks for us. The result is empty, or the reason why not."""
         return self._threads.submit(self._ask, address, "claim", request_id, mark)
 
-    def release(self, address: tuple[str, int], request_id: str, mark: bytes) -> None:
-        """Tell D that nobody will read the blocks. If it does not hear it, its TTL frees them."""
-        self._threads.submit(self._ask, address, "release", request_id, mark)
+    def release(self, address: tuple[str, int], request_id: str, mark: bytes) -> "Future[str]":
+        """Tell D that nobody will read the blocks. If it does not hear it, its TTL frees them.
+
+        The result is empty, or the reason why there was nothing to free.
+        """
+        return self._threads.submit(self._ask, address, "release", request_id, mark)
 
     def close(self) -> None:
         """Stop asking."""

@@ -113,6 +113,8 @@ def _of_chunk(chunk: str) -> Any:
 def install() -> None:
     """Wrap vLLM's generators in this process.
 
+    Not those of `/v1/responses`: a streamed one ends with the object that a whole answer is, handle and all.
+
     Raises:
         compat.ShapeError: this vLLM has another shape than the one we know.
     """

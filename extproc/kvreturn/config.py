@@ -46,6 +46,9 @@ Proof = Annotated[
 ]
 
 
+Return = Literal["lazy", "eager", "auto"]
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -92,10 +95,39 @@ class Store(_Model):
     deadline: Positive = Field(0.02, description="Seconds a store call may take before the turn goes on without it.")
 
 
+class Returns(_Model):
+    """Eager return: reading back right after a turn, before the next one asks."""
+
+    concurrency: Count = Field(2, description="Returns that one prefill node runs at a time.")
+    queue: Count = Field(1_000, description="Returns that may wait; beyond it, turns stay lazy.")
+    per_tenant: Count = Field(100, description="Returns of one tenant that may wait or run.")
+    max_tokens: Count = Field(262_144, description="Longer conversations stay lazy.")
+    prefill_load: Count = Field(
+        32_768, description="A return waits while the prefill node has more tokens of clients' prompts before it."
+    )
+    patience: Positive = Field(5.0, description="Seconds for which a return waits for its turn; then it stays lazy.")
+    deadline: Positive = Field(30.0, description="Seconds that a return may take.")
+    wait: Positive = Field(
+        2.0, description="Seconds that the next turn waits for a return that is under way, before it goes on without."
+    )
+    ttl: Positive = Field(
+        3600.0, description="Seconds for which the router remembers which prefill node a conversation went back to."
+    )
+    pressure_interval: Positive = Field(
+        2.0, description="Seconds between two looks at each node's `/metrics`, for `return: auto`."
+    )
+    priority: int | None = Field(
+        None,
+        description="vLLM's `priority` for returns (higher is later). Only for prefill nodes with `--scheduling-policy "
+        "priority`: others refuse it.",
+    )
+
+
 class Model(_Model):
     """What differs for one model."""
 
     proof: Proof | None = Field(None, description="As the top-level `proof`, for this model.")
+    return_: Return | None = Field(None, alias="return", description="As the top-level `return`, for this model.")
 
 
 class Limits(_Model):
@@ -157,6 +189,14 @@ class Settings(_Model):
         "prefill node's `/tokenize`. `trusted`: no proof, equal messages only; see the README before you use it. "
         "`off`: no handle is ever attached.",
     )
+    return_: Return = Field(
+        "lazy",
+        alias="return",
+        description="How a turn's KV goes back. `lazy`: the decode node keeps it until the next turn, and the prefill "
+        "node reads it then. `eager`: the prefill node reads it right after the turn, into its prefix cache. `auto`: "
+        "decided turn by turn (docs/return.md). With `proof: off`, `auto` means `eager`: nothing is read lazily there.",
+    )
+    returns: Returns = Returns()
     models: dict[str, Model] = Field({}, description="Exceptions by model name.")
     secret: SecretStr = Field(
         SecretStr(""),
@@ -181,6 +221,17 @@ class Settings(_Model):
         if len(set(taken)) < len(taken):
             raise ValueError("listen, admin, envoy.listen, envoy.prefill_listen and envoy.admin must all differ")
         return self
+
+    def return_for(self, model: str) -> Return:
+        """How turns of `model` go back."""
+        special = self.models.get(model)
+        chosen = (special and special.return_) or self.return_
+        return "eager" if chosen == "auto" and self.proof_for(model) == "off" else chosen
+
+    @property
+    def any_auto(self) -> bool:
+        """Whether some model's turns go back by `auto`."""
+        return any(self.return_for(model) == "auto" for model in ("", *self.models))
 
     def proof_for(self, model: str) -> Proof:
         """The proof level that applies to `model`."""
@@ -260,10 +311,14 @@ def _explain(err: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails, whose 
 def _known(loc: tuple[int | str, ...]) -> list[str]:
     model: type[BaseModel] = Settings
     if loc[:1] == ("models",):  # its keys are free
-        return list(Model.model_fields)
+        return _names(Model)
     for step in loc:
         annotation = model.model_fields[str(step)].annotation
         assert isinstance(annotation, type)
         assert issubclass(annotation, BaseModel)  # nothing else forbids members
         model = annotation
-    return list(model.model_fields)
+    return _names(model)
+
+
+def _names(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import subprocess
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +21,14 @@ from kvreturn.demo.counters import prompt_tokens_by_source
 from kvreturn.demo.stack import free_addresses
 from kvreturn.demo.vllm_node import EngineMissingError, VllmNode, engine_python
 from kvreturn.envoy import bootstrap
-from kvreturn.envoy.process import Child
+from kvreturn.envoy.process import Child, Sink
 from kvreturn.envoy.runner import EnvoyProcess
 from kvreturn.server.app import Router, running
 
 JSON = dict[str, Any]
 BUDGET = 0.3
 ON = {"bidirectional_kv_xfer": True}
+UNCACHED = ("--no-enable-prefix-caching",)
 _START = 600.0  # seconds; about 40 on two quiet cores
 
 
@@ -39,28 +42,47 @@ class Engine:
     gateway: str
     router: Router
     session: aiohttp.ClientSession
-    decode: VllmNode
+    nodes: dict[str, VllmNode]
     python: Path
     children: dict[str, Child]
+    lines: deque[str]  # what nodes and Envoy logged
 
     async def post(self, base: str, path: str, body: JSON) -> tuple[int, JSON]:
         async with self.session.post(base + path, json=body) as answer:
             return answer.status, await answer.json(content_type=None)
 
-    async def stop_decode(self) -> None:
-        """Take D away."""
-        await self.children["decode"].stop(20.0)
+    async def stop(self, name: str) -> None:
+        """Take a node away."""
+        await self.children[name].stop(20.0)
 
-    async def start_decode(self, **extra: object) -> None:
-        """A new process in its place, with other members of `kv_connector_extra_config`."""
-        node = replace(self.decode, extra={**self.decode.extra, **extra})
-        child = self.children["decode"] = node.child(self.python, _sink)
+    async def start(
+        self, name: str, *, arguments: Sequence[str] | None = None, stock: bool = False, **extra: object
+    ) -> None:
+        """A new process in its place, changed.
+
+        Args:
+            name: of the node.
+            arguments: in place of its usual ones.
+            stock: whether it runs vLLM's own connector.
+            extra: members of `kv_connector_extra_config`; added to its usual ones, of which a stock one has but one.
+        """
+        usual = self.nodes[name]
+        given = usual.arguments if arguments is None else arguments
+        members = {**(ON if stock else usual.extra), **extra}
+        node = replace(usual, extra=members, arguments=given, connector="stock" if stock else usual.connector)
+        child = self.children[name] = node.child(self.python, functools.partial(note, self.lines))
         await child.start()
         await healthy(self.session, child, node)
 
-    async def sources(self) -> dict[str, float]:
-        """P's prompt tokens by where their KV came from."""
-        return await prompt_tokens_by_source(self.session, f"{self.p}/metrics")
+    async def metric(self, base: str, name: str) -> float:
+        """The sum of one of a node's own metrics."""
+        async with self.session.get(f"{base}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+    async def sources(self, base: str = "") -> dict[str, float]:
+        """A node's prompt tokens, P's by default, by where their KV came from."""
+        return await prompt_tokens_by_source(self.session, f"{base or self.p}/metrics")
 
     def outcomes(self) -> dict[str, float]:
         """The router's turns by outcome, so far."""
@@ -71,7 +93,8 @@ class Engine:
         return totals
 
 
-def _sink(name: str, line: str) -> None:
+def note(lines: deque[str], name: str, line: str) -> None:
+    lines.append(f"{name}: {line}")
     folder = os.environ.get("KVRETURN_ENGINE_LOGS")
     if folder:
         with (Path(folder) / f"{name}.log").open("a") as file:
@@ -91,6 +114,30 @@ async def healthy(session: aiohttp.ClientSession, child: Child, node: VllmNode) 
     await child.ready(probe, _START)
 
 
+@contextlib.asynccontextmanager
+async def front(
+    prefill: Sequence[str], decode: Sequence[str], sink: Sink, **changes: object
+) -> AsyncIterator[tuple[Router, str]]:
+    """A router, and Envoy with the gateway at this URL, before these nodes."""
+    listen, client, loopback, admin = free_addresses(4)
+    settings = Settings.model_validate(
+        {
+            "listen": listen,
+            "admin": None,
+            "pools": {"prefill": list(prefill), "decode": list(decode)},
+            "envoy": {"listen": client, "prefill_listen": loopback, "admin": admin},
+            "drain_timeout": 1,
+            **changes,
+        }
+    )
+    async with (
+        running(settings) as router,
+        EnvoyProcess(bootstrap.to_dict(bootstrap.build(settings)), sink=sink) as envoy,
+    ):
+        await envoy.ready()
+        yield router, f"http://{client}"
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
     try:
@@ -102,15 +149,16 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
     make = [str(python), str(maker), str(model), "--template", "drop_thinking"]
     await asyncio.to_thread(subprocess.run, make, check=True)
     p, d, single, *sides = free_addresses(6)
-    uncached = ("--no-enable-prefix-caching",)
     nodes = [
-        VllmNode("prefill", p, sides[0], model, "prefill", arguments=uncached),
+        VllmNode("prefill", p, sides[0], model, "prefill", arguments=UNCACHED),
         VllmNode("decode", d, sides[1], model, "decode", extra={**ON, "retention_budget": BUDGET}),
-        VllmNode("single", single, sides[2], model, "single", arguments=uncached),
+        VllmNode("single", single, sides[2], model, "single", arguments=UNCACHED),
     ]
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        children = {node.name: node.child(python, _sink) for node in nodes}
+        lines: deque[str] = deque(maxlen=10_000)
+        sink = functools.partial(note, lines)
+        children = {node.name: node.child(python, sink) for node in nodes}
 
         async def stop() -> None:
             await asyncio.gather(*[child.stop(20.0) for child in children.values()])
@@ -120,27 +168,16 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
         stack.push_async_callback(stop)
         for node in nodes:
             await healthy(session, children[node.name], node)
-        listen, client, loopback, admin = free_addresses(4)
-        settings = Settings.model_validate(
-            {
-                "listen": listen,
-                "admin": None,
-                "pools": {"prefill": [p], "decode": [d]},
-                "envoy": {"listen": client, "prefill_listen": loopback, "admin": admin},
-                "drain_timeout": 1,
-            }
-        )
-        router = await stack.enter_async_context(running(settings))
-        envoy = await stack.enter_async_context(EnvoyProcess(bootstrap.to_dict(bootstrap.build(settings)), sink=_sink))
-        await envoy.ready()
+        router, gateway = await stack.enter_async_context(front([p], [d], sink))
         yield Engine(
             p=f"http://{p}",
             d=f"http://{d}",
             single=f"http://{single}",
-            gateway=f"http://{client}",
+            gateway=gateway,
             router=router,
             session=session,
-            decode=nodes[1],
+            nodes={node.name: node for node in nodes},
             python=python,
             children=children,
+            lines=lines,
         )

@@ -91,7 +91,7 @@ class Talk:
 async def test_six_turns_are_a_plain_nodes_answers_with_the_history_read_back(engine: Engine, *, stream: bool) -> None:
     async with Talk(engine) as talk:
         messages: list[JSON] = [{"role": "system", "content": f"Conversation {stream}"}]
-        held = 0
+        held, moved = 0, await engine.metric(engine.p, "nixl_bytes_transferred_sum")
         for turn in range(6):
             messages.append({"role": "user", "content": question(turn)})
             message, outcome, computed, read = await talk.chat(messages, stream=stream)
@@ -102,6 +102,9 @@ async def test_six_turns_are_a_plain_nodes_answers_with_the_history_read_back(en
             assert computed <= prompt - held + 32
             held = prompt + 60 - 1  # D computed no KV for its last token
             messages.append(message)
+        moved = await engine.metric(engine.p, "nixl_bytes_transferred_sum") - moved
+        print(f"P read {moved / 2**20:.1f} MiB from D")
+        assert moved > 0
         assert talk.worst < 1e-3, f"log probabilities differ by up to {talk.worst}"
         print(f"largest difference of a log probability: {talk.worst}")
 
@@ -179,3 +182,16 @@ async def test_tool_arguments_that_the_client_writes_anew_cost_only_what_comes_b
         print(f"{outcome}, computed {computed}, read {read}")
         assert outcome == "partial_hit"
         assert read > 0
+
+
+async def test_a_turn_that_a_stop_string_ends_leaves_none(engine: Engine) -> None:
+    """To vLLM's engine it is an abort (connector/README.md, "Limits")."""
+    async with Talk(engine) as talk:
+        messages: list[JSON] = [{"role": "user", "content": question(7)}]
+        body = {"model": "tiny", "messages": messages, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+        _, whole = await engine.post(engine.single, "/v1/chat/completions", body)
+        stop = whole["choices"][0]["message"]["content"].split(" ")[12]
+        message, _, _, _ = await talk.chat(messages, stop=[stop])
+        assert stop not in message["content"].split(" ")
+        _, outcome, _, read = await talk.chat([*messages, message, {"role": "user", "content": question(8)}])
+        assert (outcome, read) == ("no_handle_from_decode", 0)

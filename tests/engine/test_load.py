@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from engine.conftest import BUDGET, JSON, Engine
-from engine.test_misuse import ids, metric
+from engine.test_misuse import ids
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(900)]
 CONVERSATIONS = 200
@@ -33,7 +33,7 @@ async def test_two_hundred_conversations_at_once(engine: Engine) -> None:
 
     async def watch() -> None:
         while not over.is_set():
-            pinned.append(await metric(engine, engine.d, "kvreturn_pinned_blocks"))
+            pinned.append(await engine.metric(engine.d, "kvreturn_pinned_blocks"))
             await asyncio.sleep(0.2)
 
     watcher = asyncio.create_task(watch())
@@ -45,7 +45,7 @@ async def test_two_hundred_conversations_at_once(engine: Engine) -> None:
     assert [i for i in range(CONVERSATIONS) if got[i] != want[i]] == []
     outcomes: JSON = {o: int(n - before.get(o, 0)) for o, n in engine.outcomes().items() if n > before.get(o, 0)}
     after = await engine.sources()
-    early = await metric(engine, engine.d, "kvreturn_early_releases_total")
+    early = await engine.metric(engine.d, "kvreturn_early_releases_total")
     print(f"outcomes {outcomes}; most blocks pinned {max(pinned):.0f} of {_BLOCKS}; early releases {early:.0f}")
     print(f"read back {after['external_kv_transfer'] - sources['external_kv_transfer']:.0f} tokens")
     assert max(pinned) <= BUDGET * _BLOCKS

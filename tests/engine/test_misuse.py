@@ -45,14 +45,14 @@ async def prefill(engine: Engine, prompt: list[int], params: JSON) -> tuple[JSON
     return answer, time.perf_counter() - begun
 
 
-async def decode(engine: Engine, prompt: list[int], params: JSON) -> tuple[list[int], JSON | None]:
-    status, answer = await engine.post(engine.d, PATH, body(prompt) | {"kv_transfer_params": params})
+async def decode(engine: Engine, prompt: list[int], params: JSON, count: int = COUNT) -> tuple[list[int], JSON | None]:
+    status, answer = await engine.post(engine.d, PATH, body(prompt, count) | {"kv_transfer_params": params})
     assert status == 200, answer
     return answer["choices"][0]["token_ids"], answer["kv_transfer_params"]
 
 
-async def expected(engine: Engine, prompt: list[int]) -> list[int]:
-    status, answer = await engine.post(engine.single, PATH, body(prompt))
+async def expected(engine: Engine, prompt: list[int], count: int = COUNT) -> list[int]:
+    status, answer = await engine.post(engine.single, PATH, body(prompt, count))
     assert status == 200, answer
     tokens: list[int] = answer["choices"][0]["token_ids"]
     return tokens
@@ -76,10 +76,13 @@ def stock(handle: JSON) -> JSON:
     return {**handle, "do_remote_decode": True, "do_remote_prefill": False}
 
 
-async def metric(engine: Engine, base: str, name: str) -> float:
-    async with engine.session.get(f"{base}/metrics") as answer:
-        lines = (await answer.text()).splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+async def until(engine: Engine, base: str, name: str, most: float) -> float:
+    """Wait until a node's gauge is down to `most`. Returns the seconds that it took."""
+    begun = time.perf_counter()
+    while await engine.metric(base, name) > most:
+        assert time.perf_counter() - begun < 5, f"{name} stays over {most}"
+        await asyncio.sleep(0.02)
+    return time.perf_counter() - begun
 
 
 async def check(engine: Engine, prompt: list[int], params: JSON) -> JSON:
@@ -175,25 +178,81 @@ async def test_two_readers_at_once_get_one_read(engine: Engine) -> None:
 @pytest.mark.parametrize("junk", [{"x": 1}, {"do_remote_prefill": True}, "text", {"do_remote_prefill": True, **COLD}])
 async def test_what_a_client_sends_to_d_pins_nothing(engine: Engine, junk: Any) -> None:  # noqa: ANN401 - JSON
     prompt = ids(34, LENGTH)
-    before = await metric(engine, engine.d, "kvreturn_pins")
+    before = await engine.metric(engine.d, "kvreturn_pins")
     status, answer = await engine.post(engine.d, PATH, body(prompt) | {"kv_transfer_params": junk})
     if status == 200:
         assert answer["kv_transfer_params"] is None
         assert answer["choices"][0]["token_ids"] == await expected(engine, prompt)
     else:
         assert status == 400, answer
-    assert await metric(engine, engine.d, "kvreturn_pins") <= before
+    assert await engine.metric(engine.d, "kvreturn_pins") <= before
+
+
+async def test_all_choices_of_a_request_share_one_read(engine: Engine) -> None:
+    """On stock vLLM every choice reads, the later ones from blocks that P has freed after the first read."""
+    late = await engine.metric(engine.p, "nixl_num_notifications_after_expiry_total")
+
+    async def choices(base: str, seed: int) -> list[list[int]]:
+        asked = body(ids(seed, LENGTH)) | {"n": 2, "temperature": 1, "seed": 5}
+        status, answer = await engine.post(base, PATH, asked)
+        assert status == 200, answer
+        return [choice["token_ids"] for choice in answer["choices"]]
+
+    seeds = range(500, 520)
+    got = await asyncio.gather(*[choices(engine.gateway, seed) for seed in seeds])
+    want = await asyncio.gather(*[choices(engine.single, seed) for seed in seeds])
+    assert got == want
+    assert await engine.metric(engine.p, "nixl_num_notifications_after_expiry_total") == late
+
+
+@pytest.mark.parametrize(("late", "read"), [(0, LENGTH), (21, 0)])
+async def test_what_ps_lease_may_not_cover_any_more_is_computed(engine: Engine, late: int, read: int) -> None:
+    """P's lease lasts 30 s. A request that waits on D renews it within 5 s; vLLM's own margin is another 5 s."""
+    prompt = ids(600 + late, LENGTH)
+    answer, _ = await prefill(engine, prompt, {})
+    params = answer["kv_transfer_params"]
+    assert params["remote_blocks_expiry_time"] is None  # a stock D would take it as fixed, and fail the request
+    params["kvreturn"]["expires"] -= late
+    before = await engine.sources(engine.d)
+    tokens, _ = await decode(engine, prompt, params)
+    after = await engine.sources(engine.d)
+    assert tokens == await expected(engine, prompt)
+    assert after["external_kv_transfer"] - before["external_kv_transfer"] == read
 
 
 async def test_nothing_proven_frees_ds_blocks_at_once(engine: Engine) -> None:
-    before = await metric(engine, engine.d, "kvreturn_pins")
+    before = await engine.metric(engine.d, "kvreturn_pins")
     _, handle = await first_turn(engine, 35)
     await prefill(engine, ids(36, 260), sealed(handle))
-    for _ in range(100):
-        if await metric(engine, engine.d, "kvreturn_pins") <= before:
-            return
-        await asyncio.sleep(0.05)
-    pytest.fail("D still pins the blocks")
+    await until(engine, engine.d, "kvreturn_pins", before)
+
+
+@pytest.mark.parametrize("node", ["p", "d"])
+async def test_a_handle_is_freed_without_a_read(engine: Engine, node: str) -> None:
+    pins, sources = await engine.metric(engine.d, "kvreturn_pins"), await engine.sources()
+    full, handle = await first_turn(engine, crc32(node.encode()))
+    free = {**COLD, "kvreturn": {"v": 1, "handle": handle, "free": True}}
+    for reason in ("freed", "used"):
+        begun = time.perf_counter()
+        status, answer = await engine.post(getattr(engine, node), PATH, body([1], 1) | {"kv_transfer_params": free})
+        print(f"{reason} after {(time.perf_counter() - begun) * 1000:.0f} ms")
+        assert status == 200, answer
+        assert answer["kv_transfer_params"].keys() == {"kvreturn"}
+        report = answer["kv_transfer_params"]["kvreturn"]
+        assert (report["reason"], report["read"]) == (reason, 0)
+        await until(engine, engine.d, "kvreturn_pins", pins)
+    assert (await engine.sources())["external_kv_transfer"] == sources["external_kv_transfer"]
+    answer, _ = await prefill(engine, full + ids(73, 60), sealed(handle))
+    assert answer["kv_transfer_params"]["kvreturn"]["reason"] == "used"
+
+
+async def test_freeing_needs_the_whole_handle(engine: Engine) -> None:
+    full, handle = await first_turn(engine, 74)
+    forged = {**handle, "remote_block_ids": [[1, 2, 3, 4, 5, 6, 7]]}
+    answer, _ = await prefill(engine, [1], {"kvreturn": {"v": 1, "handle": forged, "free": True}})
+    assert answer["kv_transfer_params"]["kvreturn"]["reason"] == "used"
+    answer, _ = await prefill(engine, full + ids(75, 60), sealed(handle))
+    assert answer["kv_transfer_params"]["kvreturn"]["read"] == HELD
 
 
 async def test_all_engines_live(engine: Engine) -> None:

@@ -25,10 +25,10 @@ async def cold(engine: Engine, prompt: list[int], handle: dict[str, object]) -> 
 async def test_a_decode_node_that_is_down_restarted_or_lets_blocks_expire(engine: Engine) -> None:
     full, handle = await first_turn(engine, 41)
     prompt = full + ids(42, 60)
-    await engine.stop_decode()
+    await engine.stop("decode")
     assert await cold(engine, prompt, handle) == "node_gone"
 
-    await engine.start_decode(decoder_kv_blocks_ttl=TTL)
+    await engine.start("decode", decoder_kv_blocks_ttl=TTL)
     await asyncio.sleep(5.1)  # so long P does not ask a peer again that did not answer
     assert await cold(engine, prompt, handle) == "used"
 

@@ -1,5 +1,6 @@
 """The simulator is kept honest: the same prompts and handles give the same reports on it and on real vLLM."""
 
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from zlib import crc32
@@ -71,3 +72,21 @@ async def test_handles(engine: Engine, simulated: Engine, tamper: Change) -> Non
         return stock(tamper(handle))
 
     assert await report(simulated, seed, more, form) == await report(engine, seed, more, form)
+
+
+async def labels_by_sample(engine: Engine, url: str) -> dict[str, set[str]]:
+    async with engine.session.get(f"{url}/metrics") as answer:
+        text = await answer.text()
+    samples = re.findall(r"^(vllm:\w+)\{(.*)\} ", text, re.MULTILINE)
+    return {name: set(re.findall(r'(\w+)="', labels)) for name, labels in samples}
+
+
+async def test_metrics_have_real_names_and_labels(engine: Engine, simulated: Engine) -> None:
+    await first_turn(simulated, 7)
+    await first_turn(engine, 7)
+    for ours, theirs in ((simulated.p, engine.p), (simulated.d, engine.d)):
+        mine, real = await labels_by_sample(simulated, ours), await labels_by_sample(engine, theirs)
+        assert "vllm:kvreturn_pins" in mine
+        for name, labels in mine.items():
+            # Of the cache's settings, the simulator has those that matter to it.
+            assert labels <= real[name] if name == "vllm:cache_config_info" else labels == real[name], name

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 
+from kvreturn.config import Breaker
+from kvreturn.core.cost import CostModel
 from kvreturn.core.handle import direct, read_handle, sealed
 from kvreturn.core.outcome import Outcome
+from kvreturn.core.policy import Policy
 from kvreturn.core.ports import Forward, Reply, Taken
-from kvreturn.core.turn import Policy
 from kvreturn.store.memory import MemoryStore
+from kvreturn.upstream.forms import Forms
 from kvreturn.upstream.judge import NodeJudge
 from kvreturn.upstream.pool import Pool
 from support.turns import (
@@ -377,7 +380,7 @@ async def test_fr82_another_image_is_another_prompt() -> None:
 
 def test_fr83_reads_that_fail_stop_the_use_of_that_engine() -> None:
     clock = Clock()
-    judge = NodeJudge(Pool([D1], clock), failures=5, window=60.0, clock=clock)
+    judge = NodeJudge(Pool([D1], clock), Forms(), CostModel(), Breaker(failures=5, window=60.0), clock)
     for _ in range(5):
         drive = Drive(NEXT, [found(d_handle()), p_error(500), p_reply(node=P2)], CONNECTOR, judge=judge)  # type: ignore[arg-type]
         assert drive.facts.outcome == Outcome.READ_FAILED

@@ -146,6 +146,8 @@ class Player:
     async def _abort(self, run: Run) -> None:
         run.task.cancel()
         await asyncio.gather(run.task, return_exceptions=True)
+        if run.gate:
+            run.gate.open()  # a read of a peer's blocks goes on when its request is gone
         del self.cluster.watch.gates[run.name]
         engines, mine = (self.cluster.p.engine, self.cluster.d.engine), f"-{run.name}."
         await self.cluster.until(

@@ -14,8 +14,9 @@ from kvreturn.core.facts import Facts
 from kvreturn.core.fingerprint import Scope
 from kvreturn.core.handle import Handle
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Ask, Effect, Failure, Forward, Put, Record, Refuse, Reply, Take, Taken
-from kvreturn.core.turn import Policy, Turn
+from kvreturn.core.policy import Policy
+from kvreturn.core.ports import Ask, Effect, Failure, Forward, Put, Record, Refuse, Reply, Result, Take, Taken
+from kvreturn.core.turn import Turn
 
 Json = dict[str, Any]
 SCOPE = Scope(b"key", b"tenant")
@@ -145,6 +146,7 @@ class Judge:
     says: Outcome | None = None
     failed: list[str] = field(default_factory=list)
     succeeded: list[str] = field(default_factory=list)
+    prefills: list[tuple[str, str, bool]] = field(default_factory=list)
 
     def objection(self, record: Record, handle: Handle) -> Outcome | None:
         """See `kvreturn.core.ports.Judge`."""
@@ -155,6 +157,10 @@ class Judge:
         del hung
         """See `kvreturn.core.ports.Judge`."""
         self.failed.append(handle.engine)
+
+    def prefilled(self, node: str, engine: str, *, proves: bool) -> None:
+        """See `kvreturn.core.ports.Judge`."""
+        self.prefills.append((node, engine, proves))
 
     def read_succeeded(self, handle: Handle) -> None:
         """See `kvreturn.core.ports.Judge`."""
@@ -175,7 +181,7 @@ class Drive:
     """
 
     body: Json | bytes
-    results: Sequence[Taken | Reply] = (Taken(), p_reply())
+    results: Sequence[Result] = (Taken(), p_reply())
     policy: Policy = field(default_factory=lambda: Policy(proof="connector"))
     api: API = field(default_factory=Chat)
     judge: Judge = field(default_factory=Judge)

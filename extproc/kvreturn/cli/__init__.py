@@ -1,1 +1,1 @@
-"""The command line: `kvreturn serve | up | envoy-config | sim | demo`."""
+"""The command line: `kvreturn serve | up | envoy-config | sim | demo | analyze`."""

@@ -7,6 +7,7 @@ import click
 import kvreturn
 
 _COMMANDS = {
+    "analyze": "Tell from logs whether read-back is worth it.",
     "demo": "Play a multi-turn agent conversation, with and without read-back, and compare.",
     "envoy-config": "Print a complete Envoy bootstrap for the configured pools.",
     "serve": "Run the ext_proc server.",

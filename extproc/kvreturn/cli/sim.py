@@ -42,6 +42,19 @@ _DEFAULTS = NodeConfig()
 @click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
 @click.option("--bidirectional/--no-bidirectional", default=True, show_default=True, help="bidirectional_kv_xfer.")
 @click.option("--ttl", default=_DEFAULTS.decoder_ttl, show_default=True, help="decoder_kv_blocks_ttl, seconds.")
+@click.option(
+    "--scheduling-policy",
+    type=click.Choice(["fcfs", "priority"]),
+    default="fcfs",
+    show_default=True,
+    help="priority: heed the requests' priority.",
+)
+@click.option(
+    "--retention-budget",
+    default=_DEFAULTS.retention_budget,
+    show_default=True,
+    help="Share of the blocks that finished turns may keep pinned, with our connector.",
+)
 @click.option("--prefill-rate", default=_DEFAULTS.timing.prefill_rate, show_default=True, help="Tokens per second.")
 @click.option("--decode-rate", default=_DEFAULTS.timing.decode_rate, show_default=True, help="Tokens per second.")
 @click.option(
@@ -62,6 +75,8 @@ def command(
     prefix_caching: bool,
     bidirectional: bool,
     ttl: float,
+    scheduling_policy: str,
+    retention_budget: float,
     prefill_rate: float,
     decode_rate: float,
     transfer_rate: float,
@@ -84,6 +99,8 @@ def command(
             prefix_caching=prefix_caching,
             bidirectional=bidirectional,
             decoder_ttl=ttl,
+            scheduling_policy=scheduling_policy,  # type: ignore[arg-type]
+            retention_budget=retention_budget,
             side_host=side_host.strip("[]"),
             side_port=int(side_port),
             secret=os.environ.get(SECRET_ENV, "").encode(),

@@ -5,6 +5,7 @@ from typing import Protocol
 
 from kvreturn.core.api.base import Answer
 from kvreturn.core.handle import PARAMS
+from kvreturn.core.ids import TokenIds, take_ids
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 from kvreturn.core.sse import Event, SSEDecoder, event_end, split_events
 from kvreturn.core.strip import MemberStripper
@@ -24,9 +25,11 @@ class Capture(Protocol):
         handle: the raw `kv_transfer_params` object, once it has passed.
         oversize: whether something was too large to parse; its handle, if it had one, is gone.
         failed: what went wrong inside, None if nothing did. The response goes on, without its handle.
+        ids: token ids of prompt and answer, where they were asked for on our own behalf; they do not go on.
     """
 
     handle: bytes | None
+    ids: TokenIds | None
     oversize: bool
     failed: Exception | None
 
@@ -41,12 +44,7 @@ class Capture(Protocol):
 
 
 def open_capture(
-    content_type: str,
-    answer: Answer,
-    *,
-    event_bytes: int,
-    response_bytes: int,
-    refusal: Callable[[bytes], bytes] | None = None,
+    content_type: str, answer: Answer, *, event_bytes: int, response_bytes: int, hides_ids: bool = False
 ) -> Capture:
     """The capture for a response of this `content-type`.
 
@@ -55,11 +53,11 @@ def open_capture(
         answer: collects the answer.
         event_bytes: limit of `StreamCapture`.
         response_bytes: limit of `BodyCapture`.
-        refusal: for an error: makes of its body what the client may see.
+        hides_ids: as for `BodyCapture`.
     """
-    if content_type.startswith("text/event-stream") and refusal is None:
+    if content_type.startswith("text/event-stream"):
         return StreamCapture(answer, event_bytes)
-    return BodyCapture(answer, response_bytes, refusal)
+    return BodyCapture(answer, response_bytes, hides_ids=hides_ids)
 
 
 class StreamCapture:
@@ -72,6 +70,7 @@ class StreamCapture:
 
     def __init__(self, answer: Answer, limit: int) -> None:
         self.handle: bytes | None = None
+        self.ids: TokenIds | None = None
         self.oversize = False
         self.failed: Exception | None = None
         self._answer = answer
@@ -176,15 +175,25 @@ class BodyCapture:
     Args:
         answer: collects the answer.
         limit: bytes up to which the body is parsed; a larger one goes on as it comes, without its handle.
-        refusal: see `open_capture`.
+        hides_ids: whether token ids were asked for that the client did not ask for.
+        refusal: for an error, which need not be JSON: makes of its body what the client may see.
     """
 
-    def __init__(self, answer: Answer, limit: int, refusal: Callable[[bytes], bytes] | None = None) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        limit: int,
+        *,
+        hides_ids: bool = False,
+        refusal: Callable[[bytes], bytes] | None = None,
+    ) -> None:
         self.handle: bytes | None = None
+        self.ids: TokenIds | None = None
         self.oversize = False
         self.failed: Exception | None = None
         self._answer = answer
         self._limit = limit
+        self._hides_ids = hides_ids
         self._refusal = refusal
         self._body: bytearray | None = bytearray()
         self._begun = False
@@ -239,13 +248,15 @@ class BodyCapture:
         body = bytes(self._body or b"")
         try:
             stripped, self.handle = strip_body(body)
+            if self._hides_ids:
+                stripped, self.ids = take_ids(stripped)
             _read(self._answer, body, stream=False)
         except JSONTextError:
             self._retry_at = 2 * len(body)
             return None  # not yet
         except Exception as e:  # noqa: BLE001 - whatever it is, the client's answer goes on, without the handle
             self.failed = e
-            self.handle = None
+            self.handle = self.ids = None
             stripped = _strip_text(body)
         self._body = None
         return self._refusal(body) if self._refusal else stripped

@@ -6,6 +6,7 @@ from kvreturn.core import wire
 from kvreturn.core.api.base import Usage
 from kvreturn.core.outcome import Outcome
 
+_BLOCK = 128  # tokens of vLLM's largest usual block: a prefix cache holds whole blocks
 _REPORTED = {
     "local_hit": Outcome.LOCAL_HIT,
     "below_threshold": Outcome.BELOW_THRESHOLD,
@@ -30,6 +31,7 @@ class Facts:
         read: how many of them P read back.
         local: how many tokens P had in its own prefix cache.
         prefill: usage as P counted it.
+        returned: tokens that had gone back to P by an eager return of the turn before; 0 if there was none.
         handle_age: seconds from capture to use.
         retries: prefill requests beyond the first.
         fallback: whether D did the turn alone.
@@ -42,6 +44,7 @@ class Facts:
     proven: int | None = None
     read: int | None = None
     local: int | None = None
+    returned: int = 0
     prefill: Usage = field(default_factory=Usage)
     handle_age: float | None = None
     retries: int = 0
@@ -51,6 +54,24 @@ class Facts:
     def grade(self) -> None:
         """P answered a request whose handle was proven beforehand, or trusted."""
         self.outcome = Outcome.HIT if (self.proven or 0) >= (self.held or 0) else Outcome.PARTIAL_HIT
+
+    def grade_returned(self, prompt: int, *, moved: bool) -> None:
+        """P answered a turn whose predecessor's tokens had gone back to it.
+
+        Args:
+            prompt: tokens of the predecessor's prompt.
+            moved: whether another P answered than the one that has them.
+        """
+        if moved:
+            self.outcome, self.detail = Outcome.NODE_GONE, "prefill_node"
+        elif self.local is None:
+            self.outcome = Outcome.RETURNED
+        elif self.local + _BLOCK >= self.returned:
+            self.outcome = Outcome.HIT
+        elif self.local + _BLOCK >= prompt and self.local:
+            self.outcome = Outcome.PARTIAL_HIT  # up to where the template changed the answer, or the client did
+        else:
+            self.outcome = Outcome.EVICTED
 
     def grade_report(self, report: wire.Report | None) -> None:
         """P answered a request with a sealed handle: what came of it is in its report."""

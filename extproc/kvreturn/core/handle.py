@@ -16,6 +16,13 @@ COLD = (
     b'{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,'
     b'"remote_host":null,"remote_port":null}'
 )
+_DIRECTIONS = {
+    prefill: {
+        "do_remote_decode": b"false" if prefill else b"true",
+        "do_remote_prefill": b"true" if prefill else b"false",
+    }
+    for prefill in (False, True)
+}
 # vLLM reads from a peer only if all of these are there (NixlPullConnectorScheduler, vLLM 0.32.0).
 _REQUIRED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
@@ -76,18 +83,34 @@ def read_handle(raw: bytes, answered_by: str | None = None) -> Handle:
     return Handle(raw, tokens, str(params["remote_engine_id"]), len(groups), proof)
 
 
-def sealed(handle: Handle) -> bytes:
+def sealed(handle: Handle, *, keep: bool = True, free: bool = False) -> bytes:
     """Parameters that are cold to a stock P and carry the whole handle to a P with our connector.
 
     So nothing depends on knowing what runs on P: only who can prove reads (docs/handle-format.md).
+
+    Args:
+        handle: D's.
+        keep: whether P is to keep its blocks for a D.
+        free: whether P is to have D free the blocks, and to read nothing.
     """
-    member = b'{"v":%d,"handle":%s}' % (wire.VERSION, handle.raw)
+    words = (b"" if keep else b'"keep":false,') + (b'"free":true,' if free else b"")
+    member = b'{"v":%d,%s"handle":%s}' % (wire.VERSION, words, handle.raw)
     return b'%s,"%s":%s}' % (COLD[:-1], wire.MEMBER.encode(), member)
 
 
 def direct(handle: Handle) -> bytes:
     """The published form: D's object whole, with the direction flags for P."""
-    return ObjectText(handle.raw).edit(put={"do_remote_decode": b"true", "do_remote_prefill": b"false"})
+    return ObjectText(handle.raw).edit(put=_DIRECTIONS[False])
+
+
+def published(handle: Handle, *, prefill: bool) -> bytes:
+    """D's object without our member.
+
+    Args:
+        handle: D's.
+        prefill: the direction: whether P loads as a D would (`do_remote_prefill`), or reads back and then prefills.
+    """
+    return ObjectText(handle.raw).edit(drop=[wire.MEMBER], put=_DIRECTIONS[prefill])
 
 
 def clipped(handle: Handle, tokens: int) -> bytes:

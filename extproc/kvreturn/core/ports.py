@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvreturn.core.handle import Handle
 from kvreturn.core.outcome import Outcome
+from kvreturn.core.returning import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,10 @@ class Record:
         reason: why there is none; the outcome of the turn that looks for it.
         decode_node: address of the D that holds the conversation.
         prefill_node: address of the P that computed its prompt.
+        prompt: tokens of its prompt, 0 if nobody told.
+        turns: how many turns of the conversation are known, this one included.
+        returned: tokens that went back to `prefill_node` at once (eager return), in place of a handle; 0 if none did.
+        pending: whether they are still on their way.
     """
 
     ttl: float
@@ -26,6 +31,10 @@ class Record:
     reason: Outcome | None = None
     decode_node: str | None = None
     prefill_node: str | None = None
+    prompt: int = 0
+    turns: int = 1
+    returned: int = 0
+    pending: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +45,29 @@ class Taken:
         record: the record that was taken (a handle is gone from the store with it), or None.
         reason: if there is none: why the nearest one that was there cannot be used. None if nothing is known.
         age: seconds since the record was put.
+        ticket: what `SessionStore.put` gave for it.
     """
 
     record: Record | None = None
     reason: Outcome | None = None
     age: float | None = None
+    ticket: bytes | None = field(default=None, compare=False)  # names the record, and is no part of it
 
 
 class SessionStore(Protocol):
     """Keeps records by key. Errors and delays are the caller's to bound."""
 
-    async def put(self, keys: Sequence[bytes], record: Record) -> None:
-        """Keep a record under all of these keys."""
+    async def put(self, keys: Sequence[bytes], record: Record) -> bytes:
+        """Keep a record under all of these keys. Returns a ticket that names it."""
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """Take the record under the first of these keys that has one. Atomic: a handle is taken once."""
+
+    async def abandon(self) -> Sequence[Record]:
+        """This router stops. Returns the records whose handles go with it; none if others share the store."""
+
+    async def replace(self, ticket: bytes, record: Record) -> bool:
+        """Put another record in the place of one that is still there. Atomic; False if it is not."""
 
 
 class Judge(Protocol):
@@ -64,6 +81,9 @@ class Judge(Protocol):
 
     def read_succeeded(self, handle: Handle) -> None:
         """A request that carried this handle was answered by P."""
+
+    def prefilled(self, node: str, engine: str, *, proves: bool) -> None:
+        """P answered. `engine` is its engine id, which changes with a restart; `proves`: it runs our connector."""
 
 
 class Failure(Enum):
@@ -92,6 +112,8 @@ class Ask:
         avoid: address of a node not to choose if there is another.
         last: whether all the time that is left may be spent; otherwise some is kept for another try.
         within: seconds that it may take in any case; None for no limit of its own.
+        only: whether no other node than `prefer` will do.
+        first: whether the first event of a streamed answer is enough: the request is then closed.
     """
 
     path: str
@@ -101,6 +123,8 @@ class Ask:
     avoid: str | None = None
     last: bool = False
     within: float | None = None
+    only: bool = False
+    first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +148,30 @@ class Reply:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-Effect = Take | Ask
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Effect: wait until an eager return has ended, for a bounded time. Answered by `Awaited`.
+
+    Attributes:
+        ticket: of its record.
+    """
+
+    ticket: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """An eager return is over, or is not waited for any longer.
+
+    Attributes:
+        reason: one word if it failed or is late; None if it went well, or another router runs it.
+    """
+
+    reason: str | None = None
+
+
+Effect = Take | Ask | Await
+Result = Taken | Reply | Awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +199,14 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Effect at the end of a turn: put a record into the store."""
+    """Effect at the end of a turn: put a record into the store.
+
+    Attributes:
+        keys: where.
+        record: what.
+        job: how P would get back at once what D holds, if the policy allows it and the tokens are known.
+    """
 
     keys: Sequence[bytes]
     record: Record
+    job: Job | None = None

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from kvreturn.core import wire
 from kvreturn.core.address import is_local, split_address
@@ -13,6 +14,8 @@ from kvreturn.core.refusal import strip_refusal
 
 _CLIENT_ERRORS = range(400, 500)
 _OK = 200
+_IDS = "prompt_token_ids"
+_CACHED = "remote_prefill_cached_tokens"  # in P's parameters since vLLM 0.32.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,7 @@ class PrefillAnswer:
         params: its `kv_transfer_params`, raw, for D.
         usage: token counts as P has them.
         report: what our connector on P says; None from a stock P.
+        engine: P's `remote_engine_id`, which changes when it restarts.
         prompt_ids: the prompt's token ids as P has them, raw; None if it was not asked for them.
     """
 
@@ -31,15 +35,24 @@ class PrefillAnswer:
     params: bytes
     usage: Usage
     report: wire.Report | None
+    engine: str = ""
     prompt_ids: bytes | None = None
 
-    def decode_params(self, *, keep: bool) -> bytes:
-        """P's object for D: whole, with the prompt's token ids, so that D need not tokenize and means the same prompt.
+    @property
+    def local(self) -> int | None:
+        """Tokens that P had in its own prefix cache, of a request that carried no handle; None if nobody tells."""
+        if self.report:
+            return self.report.local
+        return ObjectText(self.params).load(_CACHED) if self.usage.cached is None else self.usage.cached
+
+    def decode_params(self, ids: bytes | None, *, keep: bool) -> bytes:
+        """P's object for D: whole.
 
         Args:
+            ids: token ids of the prompt, raw, so that D need not tokenize and means the same prompt; None to let it.
             keep: whether D's blocks will be wanted after the turn. If not, our connector on D pins nothing.
         """
-        put = {} if self.prompt_ids is None else {"prompt_token_ids": self.prompt_ids}
+        put = {} if ids is None else {"prompt_token_ids": ids}
         if not keep:
             report = {} if self.report is None else wire.dump_report(self.report)
             put[wire.MEMBER] = json.dumps({"v": wire.VERSION, **report, "keep": False}).encode()
@@ -89,5 +102,16 @@ def read_prefill(reply: Reply, api: API) -> PrefillAnswer | PrefillError:
         report = wire.load_report(obj.get(wire.MEMBER))
     except wire.WireError:
         report = None
-    ids = body.get("prompt_token_ids")
-    return PrefillAnswer(reply.node, params, usage, report, ids if ids is not None and ids[:1] == b"[" else None)
+    return PrefillAnswer(reply.node, params, usage, report, str(obj.get("remote_engine_id") or ""), _prompt_ids(body))
+
+
+def _prompt_ids(body: ObjectText) -> bytes | None:
+    """Chat has them beside the choices, completions have them in each (vLLM 0.32.0)."""
+    ids = body.get(_IDS)
+    if ids is None:
+        try:
+            choices: list[dict[str, Any]] = body.load("choices")
+            ids = json.dumps(choices[0][_IDS], separators=(",", ":")).encode()
+        except (JSONTextError, KeyError, IndexError, TypeError):
+            return None
+    return ids if ids[:1] == b"[" else None

@@ -6,21 +6,23 @@ order of things is read from top to bottom, and whoever drives it owns sockets, 
 
 import json
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from kvreturn.core.address import split_address
 from kvreturn.core.api.base import API, Answer, BadRequestError, Prompt, read_model
 from kvreturn.core.api.completions import Completions, prefill_tokens
 from kvreturn.core.attach import Attached, Objection, prove_with_tokens, read_tokens
 from kvreturn.core.capture import Capture
+from kvreturn.core.ending import leave
 from kvreturn.core.facts import Facts
 from kvreturn.core.fingerprint import Scope, Trail
 from kvreturn.core.handle import COLD, PARAMS, Handle, HandleError, direct, read_handle, sealed
 from kvreturn.core.jsontext import JSONTextError, ObjectText
 from kvreturn.core.outcome import Outcome
+from kvreturn.core.policy import Policy
 from kvreturn.core.ports import (
     Ask,
+    Await,
+    Awaited,
     Effect,
     Failure,
     Forward,
@@ -29,6 +31,7 @@ from kvreturn.core.ports import (
     Record,
     Refuse,
     Reply,
+    Result,
     Take,
     Taken,
 )
@@ -36,34 +39,7 @@ from kvreturn.core.prefill import PrefillAnswer, PrefillError, read_prefill
 from kvreturn.core.scrub import scrub_body
 
 _TOKENIZE_SECONDS = 2.0  # /tokenize took 27 ms for 8,800 tokens; a node that takes longer is no help
-_TTL_MARGIN = 10.0  # P declines reads within 5 s of D's expiry (vLLM 0.32.0); the rest is for the way there
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What applies to the turns of one model.
-
-    Attributes:
-        proof: see `Settings.proof`.
-        min_tokens: handles for fewer tokens are not attached.
-        fallback: whether D does the turn alone when prefill failed.
-        ttl: seconds for which a handle may be used.
-        secret: shared with the nodes; empty where none is configured.
-        pass_token_ids: whether P tells D the prompt's token ids.
-    """
-
-    proof: Literal["connector", "router", "trusted", "off"]
-    min_tokens: int = 64
-    fallback: bool = True
-    ttl: float = 450.0
-    secret: bytes = b""
-    pass_token_ids: bool = True
-
-    @property
-    def strict(self) -> bool:
-        """Whether fingerprints must be equal to the letter, since nothing else is checked."""
-        return self.proof == "trusted"
 
 
 class Turn:
@@ -83,47 +59,53 @@ class Turn:
         self.prompt: Prompt | None = None
         self.decode_node: str | None = None
         self.prefill_node: str | None = None
+        self.policy = Policy(proof="off")
+        self.body = ObjectText(b"{}")
+        self.trail: Trail | None = None
+        self.taken = Taken()
+        self.prompt_ids: bytes | None = None  # as P has them, raw
+        self.spare: Record | None = None  # was taken, and its handle will not be used
         self._scope = scope
         self._policy_for = policy
         self._judge = judge
-        self._policy = Policy(proof="off")
-        self._body = ObjectText(b"{}")
-        self._trail: Trail | None = None
         self._settled = False
 
     # --- the request ---
 
-    def request(self, body: bytes) -> Generator[Effect, Taken | Reply, Forward | Refuse]:
+    def request(self, body: bytes) -> Generator[Effect, Result, Forward | Refuse]:
         """Run the request side: find the predecessor, prefill, rewrite for D.
 
         Args:
             body: the client's whole body.
         """
         try:
-            self._body = scrub_body(ObjectText(body))
-            self._policy = self._policy_for(read_model(self._body))
-            self.prompt = self.api.read(self._body, strict=self._policy.strict)
+            self.body = scrub_body(ObjectText(body))
+            self.policy = self._policy_for(read_model(self.body))
+            self.prompt = self.api.read(self.body, strict=self.policy.strict)
         except (JSONTextError, BadRequestError) as e:
             self.facts.outcome = Outcome.REJECTED
             return Refuse(400, self.api.error(f"kvreturn: {e}", "BadRequestError", 400))
-        self._trail = self._scope.trail(self.prompt.root, self.prompt.items)
+        self.trail = self._scope.trail(self.prompt.root, self.prompt.items)
         if self.prompt.alone:
             self.facts.outcome, self.facts.detail = Outcome.DECODE_ALONE, self.prompt.alone
             return self._alone()
         attached = yield from self._find()
         return (yield from self._prefill(attached))
 
-    def _find(self) -> Generator[Effect, Taken | Reply, Attached | None]:
+    def _find(self) -> Generator[Effect, Result, Attached | None]:
         """Take the predecessor's handle, and see whether and how it may be attached."""
         assert self.prompt
-        assert self._trail
-        if self._policy.proof == "off":
+        assert self.trail
+        if not self.policy.remembers:
             self.facts.outcome = Outcome.DISABLED
             return None
-        taken = _expect(Taken, (yield Take(self._trail.candidates())))
+        taken = self.taken = _expect(Taken, (yield Take(self.trail.candidates())))
         record = taken.record
         if record:
             self.decode_node, self.prefill_node = record.decode_node, record.prefill_node
+        if record and record.returned:
+            yield from self._returned(record)
+            return None
         if record is None or record.handle is None:
             unknown = Outcome.NOT_A_CONTINUATION if self.prompt.has_answer else Outcome.FIRST_TURN
             self.facts.outcome = (record.reason if record else taken.reason) or unknown
@@ -133,9 +115,22 @@ class Turn:
             attached = yield from self._attach(self._vetted(record, record.handle))
         except Objection as e:
             self.facts.outcome, self.facts.detail = e.outcome, e.detail
+            if e.outcome is not Outcome.NODE_GONE:
+                self.spare = record
             return None
         self.facts.held, self.facts.proven = attached.handle.tokens, attached.proven
         return attached
+
+    def _returned(self, record: Record) -> Generator[Effect, Result, None]:
+        """P has the blocks, or will have them in a moment: the turn goes there without a handle."""
+        assert self.taken.ticket is not None
+        self.facts.returned, self.facts.handle_age = record.returned, self.taken.age
+        self.facts.outcome = Outcome.RETURNED
+        if record.pending:
+            reason = _expect(Awaited, (yield Await(self.taken.ticket))).reason
+            if reason:
+                # Whatever became of it: all that it can leave on P is its own prompt's blocks.
+                self.facts.outcome, self.facts.detail = Outcome.RETURN_FAILED, reason
 
     def _vetted(self, record: Record, raw: bytes) -> Handle:
         """The record's handle, if nothing speaks against using it now."""
@@ -144,15 +139,17 @@ class Turn:
         except HandleError:
             raise Objection(Outcome.UNPROVEN, "malformed") from None
         objection = self._judge.objection(record, handle)
-        if objection or handle.tokens < self._policy.min_tokens:
+        if objection or handle.tokens < self.policy.min_tokens:
             raise Objection(objection or Outcome.BELOW_THRESHOLD)
         return handle
 
-    def _attach(self, handle: Handle) -> Generator[Effect, Taken | Reply, Attached]:
+    def _attach(self, handle: Handle) -> Generator[Effect, Result, Attached]:
         """What the P leg carries, by proof level."""
-        if self._policy.proof == "trusted":
+        if self.policy.proof == "off":
+            raise Objection(Outcome.DISABLED, "not_returned")
+        if self.policy.proof == "trusted":
             return Attached(handle, direct(handle), proven=handle.tokens)
-        if self._policy.proof == "connector":
+        if self.policy.proof == "connector":
             if handle.proof is None:
                 raise Objection(Outcome.UNPROVEN, "no_digests")
             return Attached(handle, sealed(handle))
@@ -161,17 +158,17 @@ class Turn:
         if tokens is None:
             if not self.prompt.tokenizable:
                 raise Objection(Outcome.UNPROVEN, "not_tokenizable")
-            ask = Ask("/tokenize", self.api.tokenize_body(self._body), prefer=node, within=_TOKENIZE_SECONDS)
+            ask = Ask("/tokenize", self.api.tokenize_body(self.body), prefer=node, within=_TOKENIZE_SECONDS)
             reply = _expect(Reply, (yield ask))
             tokens, node = read_tokens(reply), reply.node
-        salt = self._body.load("cache_salt") or ""
-        attached = prove_with_tokens(handle, tokens, self._policy.secret, lora=self.prompt.model, cache_salt=salt)
-        if (attached.proven or 0) < self._policy.min_tokens:
+        salt = self.body.load("cache_salt") or ""
+        attached = prove_with_tokens(handle, tokens, self.policy.secret, lora=self.prompt.model, cache_salt=salt)
+        if (attached.proven or 0) < self.policy.min_tokens:
             raise Objection(Outcome.BELOW_THRESHOLD)
         self.prefill_node = node
         return attached
 
-    def _prefill(self, attached: Attached | None) -> Generator[Effect, Taken | Reply, Forward | Refuse]:
+    def _prefill(self, attached: Attached | None) -> Generator[Effect, Result, Forward | Refuse]:
         """Run the P leg: once, and once more cold if that failed."""
         assert self.prompt
         answer = yield from self._ask(attached, avoid=None, last=False)
@@ -192,7 +189,7 @@ class Turn:
             return answer.refusal
         self.facts.outcome, self.facts.detail = Outcome.PREFILL_FAILED, answer.reason
         self.prefill_node = None
-        if self._policy.fallback:
+        if self.policy.fallback:
             return self._alone()
         status = 504 if answer.failure is Failure.TIMEOUT else 502
         message = f"kvreturn: no prefill node could process the request ({answer.reason}); try again later"
@@ -201,16 +198,19 @@ class Turn:
 
     def _ask(
         self, attached: Attached | None, avoid: str | None, *, last: bool
-    ) -> Generator[Effect, Taken | Reply, PrefillAnswer | PrefillError]:
+    ) -> Generator[Effect, Result, PrefillAnswer | PrefillError]:
         if attached and attached.prompt is not None:
-            path, body = Completions.path, prefill_tokens(self._body, attached.prompt, attached.params)
+            path, body = Completions.path, prefill_tokens(self.body, attached.prompt, attached.params)
         else:
             params = attached.params if attached else COLD
-            path, body = self.api.path, self.api.prefill_body(self._body, params, ids=self._passes_ids)
+            path, body = (
+                self.api.path,
+                self.api.prefill_body(self.body, params, ids=self._passes_ids or self._wants_ids),
+            )
         ask = Ask(
             path,
             body,
-            tokens=len(self._body.text) // 4,
+            tokens=len(self.body.text) // 4,
             prefer=self.prefill_node if self.prefill_node != avoid else None,
             avoid=avoid,
             last=last,
@@ -219,10 +219,16 @@ class Turn:
 
     def _forward(self, answer: PrefillAnswer, attached: Attached | None) -> Forward:
         assert self.prompt
-        self.prefill_node = answer.node
+        expected, self.prefill_node = self.prefill_node, answer.node
         self.facts.prefill = answer.usage
-        if answer.report:
-            self.facts.local = answer.report.local
+        if answer.node:
+            self._judge.prefilled(answer.node, answer.engine, proves=answer.report is not None)
+        if answer.report or not attached:
+            self.facts.local = answer.local
+        self.prompt_ids = answer.prompt_ids
+        if self.facts.outcome is Outcome.RETURNED:
+            assert self.taken.record
+            self.facts.grade_returned(self.taken.record.prompt, moved=answer.node != expected)
         if attached:
             self._judge.read_succeeded(attached.handle)
             counted = answer.usage.prompt
@@ -230,24 +236,56 @@ class Turn:
                 # P's prompt is not the one that was proven, so what it read may not be this prompt's prefix.
                 self.facts.outcome, self.facts.detail = Outcome.UNPROVEN, "tokenize_mismatch"
                 return self._alone()
-            if self._policy.proof == "connector" or answer.report:
+            if self.policy.proof == "connector" or answer.report:
                 self.facts.grade_report(answer.report)
             else:
                 self.facts.grade()
-            if attached.prompt is not None and self._passes_ids:
-                answer = replace(answer, prompt_ids=json.dumps(attached.prompt, separators=(",", ":")).encode())
-        keep = self._policy.proof != "off" and self.prompt.choices == 1
-        return Forward(self._body.edit(put={PARAMS: answer.decode_params(keep=keep)}), self.decode_node)
+            if attached.prompt is not None:
+                self.prompt_ids = json.dumps(attached.prompt, separators=(",", ":")).encode()
+        keep = self.policy.remembers and self.prompt.choices == 1
+        params = answer.decode_params(self.prompt_ids if self._passes_ids else None, keep=keep)
+        put = {PARAMS: params}
+        if self._asks_decode_for_ids:
+            put["return_token_ids"] = b"true"
+        return Forward(self.body.edit(put=put), self.decode_node)
+
+    @property
+    def tenant(self) -> bytes:
+        """Whose turn this is."""
+        return self._scope.tenant
 
     @property
     def _passes_ids(self) -> bool:
         """Whether D is to get the token ids of the prompt."""
         assert self.prompt
-        return self._policy.pass_token_ids and self.prompt.passes_ids
+        return self.policy.pass_token_ids and self.prompt.passes_ids
+
+    @property
+    def _wants_ids(self) -> bool:
+        """Whether the prompt's token ids are wanted for an eager return."""
+        assert self.prompt
+        return self.policy.returns != "lazy" and self.prompt.choices == 1 and self.prompt.identifiable
+
+    @property
+    def _asks_decode_for_ids(self) -> bool:
+        """Whether D is to name all token ids in its answer: a stock D puts none into its handle.
+
+        Only where the answer is one body: a stock D's streams bring no handle (vLLM 0.32.0).
+        """
+        assert self.prompt
+        known = self.policy.proof in {"connector", "router"}
+        # With ids, vLLM's completions leave out what `echo` asks for.
+        touched = self.prompt.stream or any(name in self.body for name in ("return_token_ids", "echo"))
+        return self._wants_ids and not known and not touched
+
+    @property
+    def hides_ids(self) -> bool:
+        """Whether the answer brings token ids that the client did not ask for."""
+        return self.prompt is not None and not self.facts.fallback and self._asks_decode_for_ids
 
     def _alone(self) -> Forward:
         self.facts.fallback = True
-        return Forward(self._body.text, self.decode_node)
+        return Forward(self.body.text, self.decode_node)
 
     # --- the response ---
 
@@ -258,7 +296,7 @@ class Turn:
             capture: the response.
             decode_node: address of the D that really answered, None if that is not known.
         """
-        if self._settled or self._trail is None or self.prompt is None or self._policy.proof == "off":
+        if self._settled or self.trail is None or self.prompt is None or not self.policy.remembers:
             return None
         if self.prompt.alone:
             return None  # D kept nothing for us, and the items may be but a part of the prompt
@@ -266,33 +304,7 @@ class Turn:
         if self.answer.error or not (capture.handle or self.answer.finish_reasons):
             return None  # failed or cut off: it leaves nothing
         self._settled = True
-        node = decode_node or self.decode_node
-        whole, strict = None, self._policy.strict
-        reason = Outcome.NO_HANDLE_FROM_DECODE
-        if self.prompt.choices > 1:
-            reason = Outcome.MULTIPLE_CHOICES
-        elif capture.handle:
-            try:
-                handle = read_handle(capture.handle, split_address(node)[0] if node else None)
-            except HandleError:
-                handle = None
-            if handle:
-                whole = self.api.extend(self._trail, self._body, self.answer, strict=strict)
-                keys = [whole.turn_key() if whole else None, None if strict else self._trail.prompt_key()]
-                found = [k for k in dict.fromkeys(keys) if k]
-                if found:
-                    self.facts.captured = True
-                    return Put(found, self._record(handle, node))
-                reason = Outcome.UNPROVEN
-        key = self._trail.prompt_key()
-        marker = Record(self._policy.ttl, None, reason, node, self.prefill_node)
-        return Put([key], marker) if key else None
-
-    def _record(self, handle: Handle, node: str | None) -> Record:
-        ttl = self._policy.ttl
-        if handle.proof:
-            ttl = min(ttl, max(handle.proof.ttl - _TTL_MARGIN, 0.0))
-        return Record(ttl, handle.raw, None, node, self.prefill_node)
+        return leave(self, capture, decode_node)
 
 
 def _expect(kind: type[T], value: object) -> T:

@@ -69,6 +69,7 @@ class Report:
         local: how much P had in its own prefix cache before.
         reason: one word that says why `read` is not `proven`, or None.
         prompt: what P's prompt was (see `prompt_digest`), for D to compare; None if P cannot tell.
+        expires: when P's lease on its blocks ends, in seconds of P's monotonic clock, for D; None if P cannot tell.
     """
 
     proven: int
@@ -76,6 +77,7 @@ class Report:
     local: int
     reason: str | None = None
     prompt: str | None = None
+    expires: float | None = None
 
 
 def chain_seed(secret: bytes, *, lora: str = "", cache_salt: str = "") -> bytes:
@@ -209,6 +211,13 @@ def _octets(obj: Mapping[str, Any], key: str, length: int | None = None) -> byte
     return raw
 
 
+def seconds(value: object) -> float | None:
+    """A point of a monotonic clock, None if `value` is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
+        return None
+    return float(value)
+
+
 def _versioned(obj: object) -> Mapping[str, Any]:
     if not isinstance(obj, Mapping):
         raise WireError("no_digests", "no kvreturn member")
@@ -264,6 +273,8 @@ def dump_report(report: Report) -> dict[str, Any]:
         out["reason"] = report.reason
     if report.prompt is not None:
         out["prompt"] = report.prompt
+    if report.expires is not None:
+        out["expires"] = report.expires
     return out
 
 
@@ -282,6 +293,7 @@ def load_report(obj: object) -> Report:
         local=_count(obj, "local"),
         reason=reason if word else None,
         prompt=prompt if isinstance(prompt, str) else None,
+        expires=seconds(obj.get("expires")),
     )
 
 

@@ -22,13 +22,15 @@ from kvreturn.envoy.protos import (
 # `override_host` takes a named node without asking whether it is alive: a conversation bound to a dead node would get
 # 503 turn after turn. Envoy's own override mechanism does ask (health check and outlier detection), but is within reach
 # of scripts only. So this names the node there, and takes it from `override_host` if that worked. It does not work for
-# what is no ip:port; such a name stays where it is, matches no host, and the fallback policy chooses.
+# what is no ip:port; such a name stays where it is, matches no host, and the fallback policy chooses. Where no other
+# node will do (an eager return), Envoy answers 503 if it is not alive.
 _NODE_GUARD = """\
 function envoy_on_request(handle)
   local metadata = handle:streamInfo():dynamicMetadata()
   local ours = metadata:get("{namespace}")
   local node = ours and ours["{key}"]
-  if node and pcall(handle.setUpstreamOverrideHost, handle, node, false) then
+  local only = ours ~= nil and ours["{only}"] ~= nil
+  if node and pcall(handle.setUpstreamOverrideHost, handle, node, only) then
     metadata:set("{namespace}", "{key}", "")
   end
 end
@@ -78,20 +80,23 @@ def node_guard(key: str) -> hcm_pb.HttpFilter:
     Args:
         key: within the metadata namespace `kvreturn`.
     """
-    script = _NODE_GUARD.format(namespace=names.METADATA_NAMESPACE, key=key)
+    script = _NODE_GUARD.format(namespace=names.METADATA_NAMESPACE, key=key, only=names.ONLY_KEY)
     return _filter("envoy.filters.http.lua", lua_pb.Lua(default_source_code=core_pb.DataSource(inline_string=script)))
 
 
-def node_header() -> hcm_pb.HttpFilter:
-    """Turns the router's node header into metadata, so that the node never sees it."""
-    rule = header_to_metadata_pb.ConfigRule(
-        header=names.NODE_HEADER,
-        on_header_present=header_to_metadata_pb.ConfigKeyValuePair(
-            metadata_namespace=names.METADATA_NAMESPACE, key=names.PREFILL_NODE_KEY
-        ),
-        remove=True,
-    )
-    return _filter("envoy.filters.http.header_to_metadata", header_to_metadata_pb.Config(request_rules=[rule]))
+def node_headers() -> hcm_pb.HttpFilter:
+    """Turns the router's headers that name a node into metadata, so that the node never sees them."""
+    rules = [
+        header_to_metadata_pb.ConfigRule(
+            header=header,
+            on_header_present=header_to_metadata_pb.ConfigKeyValuePair(
+                metadata_namespace=names.METADATA_NAMESPACE, key=key
+            ),
+            remove=True,
+        )
+        for header, key in ((names.NODE_HEADER, names.PREFILL_NODE_KEY), (names.ONLY_HEADER, names.ONLY_KEY))
+    ]
+    return _filter("envoy.filters.http.header_to_metadata", header_to_metadata_pb.Config(request_rules=rules))
 
 
 def router() -> hcm_pb.HttpFilter:

@@ -70,7 +70,7 @@ def prefill_listener(settings: Settings) -> listener_pb.Listener:
     hcm = hcm_pb.HttpConnectionManager(
         stat_prefix="prefill",
         route_config=route_pb.RouteConfiguration(name="prefill", virtual_hosts=[host]),
-        http_filters=[filters.node_header(), filters.node_guard(names.PREFILL_NODE_KEY), filters.router()],
+        http_filters=[filters.node_headers(), filters.node_guard(names.PREFILL_NODE_KEY), filters.router()],
         server_header_transformation=_SERVER_HEADER,
         stream_idle_timeout=timedelta(seconds=timeout + 5),  # nothing is sent while the node computes
         # When a node breaks off its answer, Envoy says so by closing, after this time. Its default is a whole second,

@@ -12,6 +12,12 @@ PREFILL_NODE_KEY = "prefill_node"
 NODE_HEADER = "x-kvreturn-node"
 """Request header by which the router names the prefill node, `ip:port` as Envoy knows it."""
 
+ONLY_KEY = "only"
+"""Key in the namespace that is there if no other node than the named one will do."""
+
+ONLY_HEADER = "x-kvreturn-only"
+"""Request header by which the router says so."""
+
 UPSTREAM_HEADER = "x-kvreturn-upstream"
 """Response header by which the prefill listener tells the router the `ip:port` of the node that answered."""
 

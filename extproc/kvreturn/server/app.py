@@ -19,6 +19,8 @@ from kvreturn.server.world import World
 log = logging.getLogger("kvreturn")
 _NOTICE = 1.0  # seconds between failing health checks and refusing streams: Envoy looks about once a second
 
+_RETURNS = 5.0  # seconds in which returns that are under way may end
+
 
 class ListenError(Exception):
     """An address cannot be listened on."""
@@ -70,6 +72,9 @@ class Router:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(min(_NOTICE, seconds))
         await self._server.stop(seconds)
+        for record in await self.world.store.abandon():
+            self.world.returns.free(record)
+        await self.world.returns.drain(min(seconds, _RETURNS))
         # `stop` does not wait for handlers that called abort (grpc#37239).
         if self._service.running:
             await asyncio.wait(self._service.running, timeout=1.0)
@@ -125,7 +130,7 @@ def _respond(make: Callable[[], web.Response]) -> Callable[[web.Request], Awaita
 async def running(settings: Settings) -> AsyncIterator[Router]:
     """A router for as long as the context lasts."""
     world = World.create(settings)
-    async with world.client:
+    async with world.client, world.pressure or contextlib.nullcontext():
         router = Router(world)
         try:
             await router.start()

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from kvreturn.core.ports import Ask, Forward, Refuse, Take
+from kvreturn.core.ports import Ask, Await, Effect, Forward, Refuse, Take
 from kvreturn.core.turn import Turn
 from kvreturn.server.intake import scrubbed
 from kvreturn.server.record import TurnRecord
@@ -34,7 +34,7 @@ async def drive(
     steps = turn.request(body)
     result: Any = None
 
-    def step() -> tuple[Take | Ask | None, Forward | Refuse | None]:
+    def step() -> tuple[Effect | None, Forward | Refuse | None]:
         try:
             return steps.send(result), None
         except StopIteration as stop:
@@ -47,6 +47,8 @@ async def drive(
                 return decision
             if isinstance(effect, Take):
                 result = await world.take(effect.keys)
+            elif isinstance(effect, Await):
+                result = await world.returns.wait(effect.ticket)
             else:
                 assert isinstance(effect, Ask)
                 # vLLM's engine fails on two live requests of one id, so no client's id goes there.

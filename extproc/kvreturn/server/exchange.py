@@ -13,7 +13,7 @@ from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 from kvreturn.core.address import split_address
 from kvreturn.core.api import API, Responses
-from kvreturn.core.capture import open_capture
+from kvreturn.core.capture import BodyCapture, Capture, open_capture
 from kvreturn.core.ports import Refuse
 from kvreturn.core.refusal import strip_refusal
 from kvreturn.core.scrub import foreign_headers
@@ -269,18 +269,25 @@ class Exchange:
         mine = self._headers.get("x-request-id", "")
         if "x-request-id" in headers and _REQUEST_ID.fullmatch(mine):
             changes.set["x-request-id"] = mine
-        limits = self._world.settings.limits
-        capture = open_capture(
-            headers.get("content-type", "").lower(),
-            self._turn.answer if self._turn else self._api.answer(),
-            event_bytes=limits.event_bytes,
-            response_bytes=limits.response_bytes,
-            refusal=partial(strip_refusal, api=self._api, status=status) if status >= _ERRORS else None,
-        )
+        capture = self._capture(headers.get("content-type", "").lower(), status)
         self._response = ResponseSide(self._config.response_body_mode, capture, decoder)
         if message.response_headers.end_of_stream:
             await self._settle(end=True)
         return [headers_answer(response=True, common=CommonResponse(header_mutation=changes.mutation()))]
+
+    def _capture(self, content_type: str, status: int) -> Capture:
+        limits = self._world.settings.limits
+        answer = self._turn.answer if self._turn else self._api.answer()
+        if status >= _ERRORS:
+            refusal = partial(strip_refusal, api=self._api, status=status)
+            return BodyCapture(answer, limits.response_bytes, refusal=refusal)
+        return open_capture(
+            content_type,
+            answer,
+            event_bytes=limits.event_bytes,
+            response_bytes=limits.response_bytes,
+            hides_ids=self._turn is not None and self._turn.hides_ids,
+        )
 
     def _answered_by(self, message: ProcessingRequest) -> str | None:
         """The node that answered: Envoy may have taken another one than ours, if that was down."""

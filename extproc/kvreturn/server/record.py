@@ -5,12 +5,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvreturn.core.capture import Capture
+from kvreturn.core.choice import Fate
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.turn import Turn
 from kvreturn.server.world import World
 
 log = logging.getLogger("kvreturn.turn")
 _OK = 200
+_FATES: dict[Outcome, Fate] = {
+    Outcome.HIT: "used",
+    Outcome.PARTIAL_HIT: "used",
+    Outcome.RETURNED: "used",
+    Outcome.EVICTED: "evicted",
+}
+"""What the outcome of the next turn says of an eager return."""
 _ERRORS = 400
 # What is wrong with a deployment more often than with a turn, said once.
 _HINTS = {
@@ -74,6 +82,25 @@ class TurnRecord:
         metrics.read_tokens.inc(facts.read or 0)
         metrics.prompt_tokens.inc(facts.prefill.prompt or 0)
         metrics.prefill_seconds.observe(self._prefill)
+        if self._turn.spare:
+            self._world.returns.free(self._turn.spare)
+        self._learn()
+
+    def _learn(self) -> None:
+        """What this prefill leg tells about those to come."""
+        turn, facts, world = self._turn, self._turn.facts, self._world
+        record, prefill = turn.taken.record, turn.prefill_node
+        if facts.returned and turn.taken.ticket is not None and facts.outcome in _FATES:
+            world.returns.came(turn.taken.ticket, _FATES[facts.outcome])
+        if prefill is None or facts.prefill.prompt is None or facts.local is None or facts.retries:
+            return  # P did not tell what it did, or did it twice
+        read = facts.read or 0
+        decode = record.decode_node if record and read else None
+        computed = facts.prefill.prompt - read - facts.local
+        world.cost.observe(prefill, decode, computed=computed, read=read, seconds=self._prefill)
+        saved = read or (facts.local if facts.returned else 0)
+        if saved:
+            world.metrics.saved_seconds.inc(max(world.cost.seconds_saved(prefill, decode, saved) or 0.0, 0.0))
 
     def refused(self, status: int) -> None:
         """The client gets an answer from here."""
@@ -105,8 +132,10 @@ class TurnRecord:
                 put, self._stored = None, True
             if put:
                 self._stored = True
-                kept = await self._world.put(put)
-                (metrics.captured if put.record.handle and kept else metrics.missing).inc()
+                ticket = await self._world.put(put)
+                (metrics.captured if put.record.handle and ticket is not None else metrics.missing).inc()
+                if ticket is not None:
+                    self._world.returns.offer(put, ticket)
         if end and not self._ended:
             self._ended = True
             metrics.capture_failed.inc(capture.failed is not None)
@@ -137,8 +166,8 @@ class TurnRecord:
         if hint:
             self._world.warn_once(hint)
         log.info(
-            "outcome=%s%s api=%s model=%s status=%s prompt=%s read=%s local=%s prefill_ms=%.1f first_byte_ms=%s "
-            "retries=%d fallback=%s captured=%s%s",
+            "outcome=%s%s api=%s model=%s status=%s prompt=%s read=%s local=%s returned=%s prefill_ms=%.1f "
+            "first_byte_ms=%s retries=%d fallback=%s captured=%s%s",
             facts.outcome.value,
             f"({facts.detail})" if facts.detail and facts.detail != facts.outcome else "",
             turn.api.name,
@@ -147,6 +176,7 @@ class TurnRecord:
             _told(facts.prefill.prompt),
             _told(facts.read),
             _told(facts.local),
+            _told(facts.returned or None),
             self._prefill * 1e3,
             "-" if self._first_byte is None else f"{self._first_byte * 1e3:.1f}",
             facts.retries,

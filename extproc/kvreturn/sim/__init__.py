@@ -5,7 +5,7 @@ from kvreturn.sim.config import INSTANT, NO_TIMING, NodeConfig, Timing
 from kvreturn.sim.fabric import HttpFabric, LocalFabric
 from kvreturn.sim.faults import Fault, Faults
 from kvreturn.sim.node import Asked, SimNode, run_node
-from kvreturn.sim.stats import NodeStats
+from kvreturn.sim.stats import BlockUse, NodeStats
 from kvreturn.sim.template import TEMPLATES
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "NO_TIMING",
     "TEMPLATES",
     "Asked",
+    "BlockUse",
     "Clock",
     "Fault",
     "Faults",

@@ -59,6 +59,16 @@ class BlockPool:
         """Blocks that somebody uses or holds."""
         return self.num_blocks - 1 - len(self._free)
 
+    @property
+    def cached(self) -> int:
+        """Of the free blocks, those that the prefix cache still knows."""
+        return sum(block in self._hash_of for block in self._free)
+
+    @property
+    def in_use(self) -> set[int]:
+        """Ids of the used blocks."""
+        return set(range(1, self.num_blocks)).difference(self._free)
+
     # --- allocation ---
 
     def lookup(self, hashes: Sequence[Hash]) -> list[int]:
@@ -91,11 +101,20 @@ class BlockPool:
         return [*cached, *fresh]
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up one reference to each block; the last ones of a sequence are reused first."""
+        """Give up one reference to each block of a sequence.
+
+        As in vLLM, blocks without a hash are the next to be reused; the others are evicted least recently used first,
+        a sequence's end before its start.
+        """
+        unknown = []
         for block in reversed(blocks):
             self._references[block] -= 1
             if not self._references[block]:
                 self._free[block] = None
+                if block not in self._hash_of:
+                    unknown.append(block)
+        for block in reversed(unknown):
+            self._free.move_to_end(block, last=False)
 
     def cache(self, blocks: Sequence[int], hashes: Sequence[Hash], start: int, end: int) -> None:
         """Make blocks `start`..`end`-1 of a sequence known under their hashes, whatever they hold."""

@@ -81,9 +81,11 @@ class NodeConfig:
         load_failure_policy: vLLM's `kv_load_failure_policy`.
         recompute_threshold: vLLM's `kv_recompute_threshold`, tokens.
         lease: vLLM's `kv_lease_duration`, seconds for which P keeps blocks for D.
+        scheduling_policy: vLLM's `--scheduling-policy`: `priority` heeds the requests' `priority`.
         decoder_ttl: vLLM's `decoder_kv_blocks_ttl`, seconds for which D keeps blocks for P.
         side_host: what handles name as `remote_host` (vLLM's `VLLM_NIXL_SIDE_CHANNEL_HOST`).
         side_port: side channel port; 0 takes a free one.
+        retention_budget: share of the blocks that D's pins may keep with kvreturn's connector, 0 to 1.
         secret: for the digests and MACs of kvreturn handles; empty for none.
         allowed_peers: hosts that kvreturn's connector may contact; None for all.
         timing: how long things take.
@@ -109,6 +111,8 @@ class NodeConfig:
     recompute_threshold: int = 64
     lease: float = 30.0
     decoder_ttl: float = 480.0
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    retention_budget: float = 0.5
     side_host: str = "localhost"
     side_port: int = 0
     secret: bytes = field(default=b"", repr=False)
@@ -126,6 +130,8 @@ class NodeConfig:
             raise ValueError(f"template {self.template!r} is none of {', '.join(TEMPLATES)}")
         if self.block_size < 1 or self.max_model_len < 1:
             raise ValueError("block_size and max_model_len must be positive")
+        if not 0.0 <= self.retention_budget <= 1.0:
+            raise ValueError("retention_budget is a share of the KV cache: a number from 0 to 1")
         if (self.num_blocks - 1) * self.block_size < self.max_model_len:
             raise ValueError(
                 f"max_model_len {self.max_model_len} does not fit into {self.num_blocks} blocks of {self.block_size} "

@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from kvreturn.sim.blocks import BlockPool
 from kvreturn.sim.clock import Clock
 from kvreturn.sim.config import NodeConfig
 from kvreturn.sim.fabric import Address, Fabric
-from kvreturn.sim.holds import Kind
+from kvreturn.sim.holds import Holds, Kind
 from kvreturn.sim.stats import Counters
+
+T = TypeVar("T")
 
 
 class LoadError(Exception):
@@ -44,11 +46,16 @@ class Services(Protocol):
         """The KV blocks."""
         ...
 
+    @property
+    def holds(self) -> Holds:
+        """What is kept of finished requests."""
+        ...
+
     def now(self) -> float:
         """The engine's own monotonic clock."""
         ...
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run in the background."""
         ...
 
@@ -80,8 +87,10 @@ class Farewell:
         params: the handle for the response, or None.
         keep: how its blocks are kept, or None if they are freed.
         seconds: for how long.
+        releasable: whether they may be let go before that, for want of room.
     """
 
     params: dict[str, Any] | None = None
     keep: Kind | None = None
     seconds: float = 0.0
+    releasable: bool = False

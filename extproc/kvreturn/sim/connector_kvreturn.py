@@ -1,5 +1,6 @@
 """kvreturn's connector plugin: D proves what it holds, P reads nothing that is not proven."""
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from kvreturn.sim.connector import EngineDiedError, Farewell, LoadError, Service
 from kvreturn.sim.connector_stock import StockConnector
 from kvreturn.sim.sequence import Sequence
 
+_Checked = tuple[Mapping[str, Any], wire.Proof]
 _USED_LIMIT = 65_536
 _NOTHING_TO_FREE = ("used", "node_gone")
 _PARALLEL = ("tp_size", "dcp_size", "pp_size")
@@ -24,30 +26,35 @@ _REQUIRED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
-    """What P may do with a handle.
+    """What becomes of a P request's handle.
 
     Attributes:
-        handle: D's object, or None for a cold request.
+        handle: D's object, if D can be asked about it.
         proven: tokens.
         reason: why not even that will be read.
+        keep: whether D will come for the blocks.
+        freed: D's answer, where the request is only there to give the handle back.
     """
 
     handle: Mapping[str, Any] | None = None
     proven: int = 0
     reason: str | None = None
+    keep: bool = True
+    freed: asyncio.Task[bool | None] | None = None
 
 
 class KvreturnConnector(StockConnector):
     """On top of the stock connector.
 
     D: its handle carries a proof (wire.py); nothing is kept for requests that no P leg came before, nor where several
-    choices would share one handle, nor where the router wants none. It loads P's blocks only once, and only if P says
-    that its prompt was the same.
+    choices would share one handle, nor where the router wants none, nor beyond the retention budget. It loads P's
+    blocks only once, and only if P says that its prompt was the same.
 
     P: takes D's handle sealed under the `kvreturn` member of a cold request, or in the stock form. Reads at most the
-    proven prefix; whatever goes wrong, it computes, and tells D to free its blocks. It reports in its reply.
+    proven prefix; whatever goes wrong, it computes, and tells D to free its blocks. It reports in its reply. With
+    `keep: false` beside the handle it keeps nothing for D, with `free: true` it reads nothing either.
     """
 
     _patience = 0.0
@@ -55,32 +62,43 @@ class KvreturnConnector(StockConnector):
     def __init__(self, engine: Services) -> None:
         super().__init__(engine)
         self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._plans: dict[Sequence, _Plan] = {}
 
     def arrived(self, seq: Sequence) -> None:
         """See `StockConnector.arrived`."""
-        super().arrived(seq)
         params = seq.job.params
-        if not params or not seq.from_peer:
+        if params and _says(params, "free", value=True) and (checked := self._check(params)) is not None:
+            self._plans[seq] = self._freeing(checked)
             return
+        super().arrived(seq)
+        if not params:
+            return
+        if params.get("do_remote_decode") and not seq.from_peer:
+            plan = self._plans[seq] = self._prove(seq, params)
+            plan.keep = not _says(params, "keep", value=False)
+            if plan.handle is not None and plan.reason not in (None, *_NOTHING_TO_FREE):
+                self._engine.spawn(self._notify(plan.handle))
         # All choices of one request bring P's one handle. The first read frees P's blocks, so the others compute.
-        if not self._acceptable(params) or not self._use_up(params):
+        elif seq.from_peer and not (self._acceptable(params) and self._use_up(params)):
             seq.from_peer = params["do_remote_prefill"] = False
-        elif not self._same_prompt(seq, params):
+        elif seq.from_peer and not self._same_prompt(seq, params):
             seq.from_peer = params["do_remote_prefill"] = False
             self._engine.spawn(self._notify(params))
 
     async def load(self, seq: Sequence) -> int:
         """See `StockConnector.load`; raises nothing."""
-        params = seq.job.params
-        if not params or not params.get("do_remote_decode"):
+        plan = self._plans.get(seq)
+        if plan is None:
             try:
                 return await super().load(seq)
             except (LoadError, StuckError, EngineDiedError):
                 return 0
-        plan = self._prove(seq, params)
         read, reason = 0, plan.reason
         wanted = plan.proven - seq.local
-        if plan.handle is not None and reason is None:
+        seq.report = wire.Report(plan.proven, 0, seq.local, reason)
+        if plan.freed is not None:
+            reason = {True: "freed", False: "used", None: "node_gone"}[await plan.freed]
+        elif plan.handle is not None and reason is None:
             if wanted <= 0:
                 reason = "local_hit"
             elif wanted < self._config.recompute_threshold:
@@ -92,30 +110,46 @@ class KvreturnConnector(StockConnector):
                     reason = "local_hit" if seq.local else None
                 except LoadError as error:
                     reason = error.reason
-        if plan.handle is not None and not read and reason not in _NOTHING_TO_FREE:
-            self._engine.spawn(self._notify(plan.handle))
+            if not read and reason not in _NOTHING_TO_FREE:
+                self._engine.spawn(self._notify(plan.handle))
         seq.report = wire.Report(plan.proven, read, seq.local, reason)
         return read
 
     def finished(self, seq: Sequence, *, normally: bool) -> Farewell:
         """See `StockConnector.finished`."""
-        params = seq.job.params
-        if not params or not (params.get("do_remote_decode") or seq.from_peer) or _unwanted(params):
-            return Farewell()
+        plan = self._plans.pop(seq, None)
         try:
-            farewell = super().finished(seq, normally=normally)
+            if plan is not None:
+                return self._prefilled(seq, plan, normally=normally)
+            return self._decoded(seq, normally=normally)
         except EngineDiedError:
             return Farewell()
-        if farewell.params is None:
-            return farewell
-        if farewell.keep == "lease":
-            report = seq.report or wire.Report(0, 0, seq.local)
-            farewell.params[wire.MEMBER] = wire.dump_report(replace(report, prompt=self._prompt(seq)))
-        elif seq.job.choices > 1:
+
+    def _prefilled(self, seq: Sequence, plan: _Plan, *, normally: bool) -> Farewell:
+        if seq.report is None and plan.handle is not None and plan.reason is None:
+            self._engine.spawn(self._notify(plan.handle))  # it ended while it waited for room: D need not wait
+        if seq.report is None or not normally:
             return Farewell()
-        else:
-            self._attach_proof(seq, farewell.params)
-        return farewell
+        member = {wire.MEMBER: wire.dump_report(replace(seq.report, prompt=self._prompt(seq)))}
+        if not plan.keep:
+            return Farewell(member)
+        farewell = super().finished(seq, normally=normally)
+        return replace(farewell, params={**(farewell.params or {}), **member})
+
+    def _decoded(self, seq: Sequence, *, normally: bool) -> Farewell:
+        params = seq.job.params
+        if not params or not seq.from_peer or _says(params, "keep", value=False):
+            return Farewell()
+        farewell = super().finished(seq, normally=normally)
+        if farewell.params is None or seq.job.choices > 1:
+            return Farewell()
+        budget = int(self._config.num_blocks * self._config.retention_budget)
+        if not self._engine.holds.make_room(seq.blocks, budget):
+            self._engine.counters.refused_pins += 1
+            return Farewell()
+        self._attach_proof(seq, farewell.params)
+        # P's report came along: P runs this connector, which asks whether the blocks are still held.
+        return replace(farewell, releasable=isinstance(params.get(wire.MEMBER), Mapping))
 
     def rejected(self, params: Mapping[str, Any]) -> None:
         """See `StockConnector.rejected`; raises nothing."""
@@ -160,39 +194,58 @@ class KvreturnConnector(StockConnector):
 
     # --- P ---
 
-    def _prove(self, seq: Sequence, params: Mapping[str, Any]) -> _Plan:
-        """Check everything about a handle that can be checked without its peer."""
+    def _freeing(self, checked: _Checked | str) -> _Plan:
+        if isinstance(checked, str):
+            return _Plan(reason=checked, keep=False)
+        return _Plan(keep=False, freed=self._engine.spawn(self._notify(checked[0])))
+
+    def _check(self, params: Mapping[str, Any]) -> _Checked | str | None:
+        """The handle in a request, if D can be asked about it; else why not; None without one."""
         sealed = params.get(wire.MEMBER)
         handle: object = params if params.get("remote_block_ids") else None
         if isinstance(sealed, Mapping) and "handle" in sealed:
             if sealed.get("v") != wire.VERSION:
-                return _Plan(reason="version")
+                return "version"
             handle = sealed["handle"]
         if handle is None:
-            return _Plan()
+            return None
         if not isinstance(handle, Mapping) or not _well_formed(handle):
-            return _Plan(reason="malformed")
+            return "malformed"
         if not self._acceptable(handle):
-            return _Plan(reason="peer")
+            return "peer"
         try:
             proof = wire.load_proof(handle.get(wire.MEMBER))
             wire.check_mac(self._config.secret, handle, proof)
         except wire.WireError as error:
             # What is not provably D's own word is no reason to talk to anybody.
-            return _Plan(reason=error.reason)
+            return error.reason
+        if len(handle["remote_block_ids"]) != 1:
+            return "groups"  # hybrid models: a digest says nothing about the other groups' blocks
+        if (
+            not len(handle["remote_block_ids"][0])
+            == -(-handle["remote_num_tokens"] // proof.block_size)
+            == proof.blocks
+        ):
+            return "malformed"
+        return handle, proof
+
+    def _prove(self, seq: Sequence, params: Mapping[str, Any]) -> _Plan:
+        """Check everything about a handle that can be checked without its peer."""
+        checked = self._check(params)
+        if checked is None or isinstance(checked, str):
+            return _Plan(reason=checked)
+        handle, proof = checked
         proven, reason = self._compare(seq, handle, proof)
         if reason is None and not self._use_up(handle):
             reason = "used"
-        return _Plan(handle, proven, reason or (None if self._config.bidirectional else "read_failed"))
+        return _Plan(handle, proven, reason)
 
     def _compare(self, seq: Sequence, handle: Mapping[str, Any], proof: wire.Proof) -> tuple[int, str | None]:
         """How many tokens are proven, and why not any."""
-        if len(handle["remote_block_ids"]) != 1:
-            return 0, "groups"  # hybrid models: a digest says nothing about the other groups' blocks
+        if not self._config.bidirectional:
+            return 0, "disabled"
         if proof.block_size != self._config.block_size:
             return 0, "block_size"
-        if len(handle["remote_block_ids"][0]) != proof.blocks:
-            return 0, "malformed"
         held, tokens = handle["remote_num_tokens"], seq.job.prompt.tokens
         try:
             proven = wire.proven_tokens(proof, held, tokens, self._seed(seq), self._extra(seq))
@@ -224,10 +277,10 @@ class KvreturnConnector(StockConnector):
         await self._transfer(peer, handle["remote_request_id"], theirs, own, proven - seq.local, held_only=True)
 
 
-def _unwanted(params: Mapping[str, Any]) -> bool:
-    """Whether the router says that it will not come back for D's blocks."""
+def _says(params: Mapping[str, Any], key: str, *, value: bool) -> bool:
+    """Whether the router says so in the `kvreturn` member."""
     member = params.get(wire.MEMBER)
-    return isinstance(member, Mapping) and member.get("keep") is False
+    return isinstance(member, Mapping) and member.get(key) is value
 
 
 def _well_formed(handle: Mapping[str, Any]) -> bool:

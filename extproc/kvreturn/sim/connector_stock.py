@@ -188,14 +188,16 @@ class StockConnector:
         counters.transfer_seconds += seconds
         counters.transferred_bytes += tokens * self._config.timing.bytes_per_token
 
-    async def _notify(self, params: Mapping[str, Any]) -> None:
+    async def _notify(self, params: Mapping[str, Any]) -> bool | None:
+        """Tell the peer to free. Returns whether it kept anything, None if it cannot be told."""
         try:
             peer = await self._peer(params)
-            await self._engine.fabric.notify(peer.address, peer.engine_id, str(params["remote_request_id"]))
+            return await self._engine.fabric.notify(peer.address, peer.engine_id, str(params["remote_request_id"]))
         except (LoadError, RefusedError, UnreachableError):
             self._engine.counters.failed_notifications += 1
         except EngineDiedError:
             self._engine.die()
+        return None
 
     async def _peer(self, params: Mapping[str, Any]) -> Peer:
         """The peer a handle names. Known engines are taken from memory, whatever address the handle says."""

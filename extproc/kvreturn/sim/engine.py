@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from collections.abc import Sequence as List
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 from zlib import crc32
 
@@ -16,10 +16,12 @@ from kvreturn.sim.connector_kvreturn import KvreturnConnector
 from kvreturn.sim.connector_stock import StockConnector
 from kvreturn.sim.errors import EngineDeadError, GenerationError
 from kvreturn.sim.fabric import Address, Fabric, Identity, RefusedError
+from kvreturn.sim.holds import Holds
 from kvreturn.sim.scheduler import Scheduler
 from kvreturn.sim.sequence import Job, Sequence, Step
-from kvreturn.sim.stats import Counters, NodeStats
+from kvreturn.sim.stats import BlockUse, Counters, NodeStats
 
+T = TypeVar("T")
 _Queue = asyncio.Queue[Step | Exception]
 
 
@@ -45,12 +47,11 @@ class Engine:
         self.address = address
         self.dead = False
         self.counters = Counters()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._live: dict[str, _Queue] = {}
         # No two nodes agree about monotonic time: handles carry such times, and nobody may compare them with his own.
         self._epoch = float(crc32(f"{config.role}{address.port}".encode()) % 100_000)
-        self._scheduler = Scheduler(config, clock, self.counters, self.spawn)
-        self._holds = self._scheduler.holds
+        self._scheduler = Scheduler(self)
         self._connector: StockConnector | None = None
         if config.role != "single":
             self._connector = KvreturnConnector(self) if config.connector == "kvreturn" else StockConnector(self)
@@ -60,6 +61,11 @@ class Engine:
     def pool(self) -> BlockPool:
         """The KV blocks."""
         return self._scheduler.pool
+
+    @property
+    def holds(self) -> Holds:
+        """What is kept of finished requests."""
+        return self._scheduler.holds
 
     # --- for the API server ---
 
@@ -131,7 +137,7 @@ class Engine:
         for queue in self._live.values():
             queue.put_nowait(error)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run in the background, for as long as the engine lives."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
@@ -144,17 +150,23 @@ class Engine:
 
     def stats(self) -> NodeStats:
         """The engine at this moment."""
-        self._holds.reap()
+        self.holds.reap()
         return NodeStats(
             **asdict(self.counters),
             engine_alive=not self.dead,
             blocks_free=self.pool.free,
             blocks_used=self.pool.used,
-            blocks_pinned=self._holds.blocks,
-            pins=self._holds.count("pin"),
-            leases=self._holds.count("lease"),
-            expired_holds=self._holds.expired,
+            blocks_pinned=len(self.holds.held("pin", "lease")),
+            pins=self.holds.count("pin"),
+            leases=self.holds.count("lease"),
+            expired_holds=self.holds.expired,
+            early_releases=self.holds.released_early,
         )
+
+    def block_use(self) -> BlockUse:
+        """What the blocks are used for at this moment."""
+        self.holds.reap()
+        return self._scheduler.block_use()
 
     # --- the side channel ---
 
@@ -167,7 +179,7 @@ class Engine:
     def read(self, engine_id: str, blocks: List[int], request_id: str, *, held_only: bool) -> bytes:
         """See `fabric.SideChannel`."""
         self._check(engine_id)
-        if held_only and request_id not in self._holds:
+        if held_only and request_id not in self.holds:
             raise RefusedError("not_held")
         try:
             raw = self.pool.dump(blocks)
@@ -176,15 +188,17 @@ class Engine:
         self.notify(engine_id, request_id)
         return raw
 
-    def notify(self, engine_id: str, request_id: str) -> None:
+    def notify(self, engine_id: str, request_id: str) -> bool:
         """See `fabric.SideChannel`."""
         self._check(engine_id)
-        self.counters.late_notifications += not self._holds.free(request_id)
+        held = self.holds.free(request_id)
+        self.counters.late_notifications += not held
+        return held
 
-    def heartbeat(self, engine_id: str, request_id: str) -> None:
+    def heartbeat(self, engine_id: str, request_id: str) -> bool:
         """See `fabric.SideChannel`."""
         self._check(engine_id)
-        self._holds.renew(request_id, self.config.lease)
+        return self.holds.renew(request_id, self.config.lease)
 
     def _check(self, engine_id: str) -> None:
         if self.dead:

@@ -78,12 +78,12 @@ class SideChannel(Protocol):
         """
         ...
 
-    def notify(self, engine_id: str, request_id: str) -> None:
-        """Free what is held for `request_id`."""
+    def notify(self, engine_id: str, request_id: str) -> bool:
+        """Free what is held for `request_id`. Returns whether anything was."""
         ...
 
-    def heartbeat(self, engine_id: str, request_id: str) -> None:
-        """Renew the lease of `request_id`."""
+    def heartbeat(self, engine_id: str, request_id: str) -> bool:
+        """Renew the lease of `request_id`. Returns whether there is one."""
         ...
 
 
@@ -113,7 +113,7 @@ class Fabric(Protocol):
         """See `SideChannel.read`."""
         ...
 
-    async def notify(self, address: Address, engine_id: str, request_id: str, *, heartbeat: bool = False) -> None:
+    async def notify(self, address: Address, engine_id: str, request_id: str, *, heartbeat: bool = False) -> bool:
         """See `SideChannel.notify` and `SideChannel.heartbeat`."""
         ...
 
@@ -155,10 +155,10 @@ class LocalFabric:
         """Read blocks."""
         return self._find(address).read(engine_id, blocks, request_id, held_only=held_only)
 
-    async def notify(self, address: Address, engine_id: str, request_id: str, *, heartbeat: bool = False) -> None:
+    async def notify(self, address: Address, engine_id: str, request_id: str, *, heartbeat: bool = False) -> bool:
         """Free, or renew."""
         channel = self._find(address)
-        (channel.heartbeat if heartbeat else channel.notify)(engine_id, request_id)
+        return (channel.heartbeat if heartbeat else channel.notify)(engine_id, request_id)
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -222,9 +222,10 @@ class HttpFabric:
             address, "/side/read", engine_id=engine_id, blocks=list(blocks), request_id=request_id, held_only=held_only
         )
 
-    async def notify(self, address: Address, engine_id: str, request_id: str, *, heartbeat: bool = False) -> None:
+    async def notify(self, address: Address, engine_id: str, request_id: str, *, heartbeat: bool = False) -> bool:
         """Free, or renew."""
-        await self._call(address, "/side/notify", engine_id=engine_id, request_id=request_id, heartbeat=heartbeat)
+        body = {"engine_id": engine_id, "request_id": request_id, "heartbeat": heartbeat}
+        return await self._call(address, "/side/notify", **body) == b"true"
 
     async def close(self) -> None:
         """Close connections and listeners."""
@@ -253,10 +254,10 @@ def _side_routes(channel: SideChannel) -> list[web.RouteDef]:
     async def notify(request: web.Request) -> web.Response:
         body = await request.json()
         try:
-            (channel.heartbeat if body["heartbeat"] else channel.notify)(body["engine_id"], body["request_id"])
+            held = (channel.heartbeat if body["heartbeat"] else channel.notify)(body["engine_id"], body["request_id"])
         except RefusedError as error:
             return web.Response(status=web.HTTPConflict.status_code, text=error.reason)
-        return web.Response()
+        return web.json_response(held)
 
     return [
         web.post("/side/identity", identity),

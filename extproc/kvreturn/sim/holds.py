@@ -15,6 +15,7 @@ class _Hold:
     kind: Kind
     blocks: list[int]
     deadline: float
+    releasable: bool
     timer: asyncio.Task[None] | None = None
 
 
@@ -31,24 +32,24 @@ class Holds:
         self._release = release
         self._holds: dict[str, _Hold] = {}
         self.expired = 0
+        self.released_early = 0
 
     def count(self, kind: Kind) -> int:
         """Number of holds of a kind."""
         return sum(hold.kind == kind for hold in self._holds.values())
 
-    @property
-    def blocks(self) -> int:
-        """Number of blocks kept."""
-        return len({block for hold in self._holds.values() for block in hold.blocks})
+    def held(self, *kinds: Kind) -> set[int]:
+        """The blocks kept by holds of these kinds."""
+        return {block for hold in self._holds.values() if hold.kind in kinds for block in hold.blocks}
 
     def __contains__(self, request_id: str) -> bool:
         """Whether blocks are kept for that request."""
         self.reap()
         return request_id in self._holds
 
-    def add(self, request_id: str, kind: Kind, blocks: list[int], seconds: float) -> None:
-        """Keep blocks of a request for so long."""
-        hold = self._holds[request_id] = _Hold(kind, blocks, self._clock.now() + seconds)
+    def add(self, request_id: str, kind: Kind, blocks: list[int], seconds: float, *, releasable: bool = False) -> None:
+        """Keep blocks of a request for so long; `releasable`: `make_room` may let go of them before."""
+        hold = self._holds[request_id] = _Hold(kind, blocks, self._clock.now() + seconds, releasable)
         # Requests that wait for blocks need them at the deadline, even if nothing else happens on the node.
         hold.timer = asyncio.create_task(self._expire(hold))
 
@@ -67,11 +68,31 @@ class Holds:
         self._release(hold.blocks)
         return True
 
-    def renew(self, request_id: str, seconds: float) -> None:
-        """Keep blocks at least `seconds` longer from now on."""
+    def make_room(self, blocks: Sequence[int], budget: int) -> bool:
+        """Let go of the oldest releasable pins until all pins together with `blocks` keep at most `budget` blocks.
+
+        These are the rules of the connector's pin table (kvreturn_connector/pins.py). Pins share blocks.
+
+        Returns:
+            False if there cannot be room.
+        """
+        self.reap()
+        need = set(blocks)
+        while len(need | self.held("pin")) > budget:
+            oldest = next((request_id for request_id, hold in self._holds.items() if hold.releasable), None)
+            if oldest is None or len(need) > budget:
+                return False
+            self.free(oldest)
+            self.released_early += 1
+        return True
+
+    def renew(self, request_id: str, seconds: float) -> bool:
+        """Keep blocks at least `seconds` longer from now on. Returns whether there are any."""
         hold = self._holds.get(request_id)
-        if hold is not None:
-            hold.deadline = max(hold.deadline, self._clock.now() + seconds)
+        if hold is None:
+            return False
+        hold.deadline = max(hold.deadline, self._clock.now() + seconds)
+        return True
 
     def reap(self) -> None:
         """Free what is overdue."""

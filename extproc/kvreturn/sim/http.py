@@ -139,5 +139,5 @@ async def _version(_request: web.Request) -> web.Response:
 
 async def _metrics(request: web.Request) -> web.Response:
     engine = request.app[NODE].engine
-    text = exposition(engine.config, engine.stats())
+    text = exposition(engine.config, engine.stats(), engine.block_use())
     return web.Response(text=text, content_type="text/plain")

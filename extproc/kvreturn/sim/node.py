@@ -15,7 +15,7 @@ from kvreturn.sim.fabric import Address, Fabric, HttpFabric, Identity
 from kvreturn.sim.faults import Faults
 from kvreturn.sim.http import application
 from kvreturn.sim.serving import NODE
-from kvreturn.sim.stats import NodeStats
+from kvreturn.sim.stats import BlockUse, NodeStats
 
 _SHUTDOWN = 0.2  # seconds that open requests get before they are cut
 
@@ -75,6 +75,10 @@ class SimNode:
         """Counters since the last restart, and blocks as they are now."""
         return self.engine.stats()
 
+    def blocks(self) -> BlockUse:
+        """What the blocks are used for now. With nothing to do and all TTLs over, all are `free` or `cached`."""
+        return self.engine.block_use()
+
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
         """Listen.
 
@@ -123,13 +127,13 @@ class SimNode:
         """See `fabric.SideChannel`."""
         return self.engine.read(engine_id, blocks, request_id, held_only=held_only)
 
-    def notify(self, engine_id: str, request_id: str) -> None:
+    def notify(self, engine_id: str, request_id: str) -> bool:
         """See `fabric.SideChannel`."""
-        self.engine.notify(engine_id, request_id)
+        return self.engine.notify(engine_id, request_id)
 
-    def heartbeat(self, engine_id: str, request_id: str) -> None:
+    def heartbeat(self, engine_id: str, request_id: str) -> bool:
         """See `fabric.SideChannel`."""
-        self.engine.heartbeat(engine_id, request_id)
+        return self.engine.heartbeat(engine_id, request_id)
 
 
 async def run_node(

@@ -37,6 +37,7 @@ class _Request(BaseModel):
     top_p: float | None = None
     echo: bool | None = False
     return_token_ids: bool | None = None
+    priority: int = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 

@@ -1,5 +1,6 @@
 """One generation as the engine sees it."""
 
+from asyncio import Future
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ class Job:
         salt: the request's `cache_salt`, or empty.
         choice: index of the choice.
         choices: how many the request has (`n`).
+        priority: counts where the node schedules by priority; lower is earlier.
     """
 
     prompt: Prompt
@@ -48,11 +50,12 @@ class Job:
     salt: str = ""
     choice: int = 0
     choices: int = 1
+    priority: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """The engine's state of a job.
+    """The engine's state of a job; equal to itself only.
 
     Attributes:
         job: what was asked.
@@ -65,6 +68,8 @@ class Sequence:
         from_peer: it arrived with a peer's handle to load the prompt from (vLLM's `do_remote_prefill`).
         reported_cached: what the peer says about its own prefix cache hit, shown instead of ours.
         report: what the kvreturn connector did on P.
+        rank: its place among those that wait for blocks, lower is earlier.
+        place: set while it waits for blocks.
     """
 
     job: Job
@@ -77,6 +82,8 @@ class Sequence:
     from_peer: bool = False
     reported_cached: int | None = None
     report: Report | None = None
+    rank: tuple[int, int] = (0, 0)
+    place: "Future[None] | None" = None
 
     @property
     def prompt_length(self) -> int:

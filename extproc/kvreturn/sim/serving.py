@@ -29,6 +29,7 @@ omit_params: ContextVar[bool] = ContextVar("omit_params", default=False)
 """Set for a request that an injected fault wants answered without its handle."""
 FINGERPRINT = "vllm-0.32.0-kvreturn-sim"
 REQUEST_ID_HEADER = "X-Request-Id"
+PRIORITY_HEADER = "X-Vllm-Priority"
 
 Json = dict[str, Any]
 
@@ -150,11 +151,20 @@ def make_turn(  # noqa: PLR0913 - they all differ between the two APIs
                     salt=body.cache_salt or "",
                     choice=choice,
                     choices=choices,
+                    priority=_priority(request, body),
                 )
             )
     base = request.headers.get(REQUEST_ID_HEADER) or uuid.uuid4().hex[:16]
     name = body.model or config.model
     return Turn(f"{prefix}-{base}", int(time.time()), body, name, jobs, transcripts, omit_params.get())
+
+
+def _priority(request: web.Request, body: ChatRequest | CompletionRequest) -> int:
+    """A header counts before the body; one that is no number does not count."""
+    try:
+        return int(request.headers[PRIORITY_HEADER])
+    except (KeyError, ValueError):
+        return body.priority
 
 
 async def steps_of(engine: Engine, turn: Turn) -> AsyncGenerator[Step, None]:

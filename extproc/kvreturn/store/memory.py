@@ -1,5 +1,6 @@
 """The session store of a single router process."""
 
+import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -21,6 +22,10 @@ class _Entry:
     put_at: float
     reason: Outcome | None = None  # why `record` is gone
     forget_at: float = 0.0
+
+    @property
+    def ticket(self) -> bytes:
+        return self.serial.to_bytes(8)
 
     @property
     def size(self) -> int:
@@ -47,6 +52,7 @@ class MemoryStore:
         self._index: dict[bytes, list[_Entry]] = {}
         self._live: OrderedDict[int, _Entry] = OrderedDict()  # by age
         self._gone: OrderedDict[int, _Entry] = OrderedDict()
+        self._ends: list[tuple[float, int]] = []  # heap: when, and serial; of some that have left, too
         self.bytes = 0
         self.evicted = 0
         self.expired = 0
@@ -60,15 +66,16 @@ class MemoryStore:
         """Number of handles that can be taken."""
         return sum(1 for e in self._live.values() if e.record and e.record.handle)
 
-    async def put(self, keys: Sequence[bytes], record: Record) -> None:
+    async def put(self, keys: Sequence[bytes], record: Record) -> bytes:
         """See `SessionStore.put`."""
         now = self._clock()
         self._sweep(now)
         entry = _Entry(next(self._serials), tuple(keys), record, now)
         if entry.size > self._max_bytes:
             self.evicted += 1
-            return
+            return entry.ticket
         self._live[entry.serial] = entry
+        heapq.heappush(self._ends, (now + record.ttl, entry.serial))
         self.bytes += entry.size
         for key in entry.keys:
             bucket = self._index.setdefault(key, [])
@@ -77,6 +84,29 @@ class MemoryStore:
                 self._evict(next((e for e in bucket if e.record is None), bucket[0]))
         while len(self._live) > self._max_entries or self.bytes > self._max_bytes:
             self._evict(next(iter(self._live.values())))
+        return entry.ticket
+
+    async def replace(self, ticket: bytes, record: Record) -> bool:
+        """See `SessionStore.replace`. Its time begins anew."""
+        now = self._clock()
+        self._sweep(now)
+        entry = self._live.get(int.from_bytes(ticket))
+        if entry is None or entry.record is None or now - entry.put_at >= entry.record.ttl:
+            return False
+        self.bytes -= entry.size
+        entry.record, entry.put_at = record, now
+        self.bytes += entry.size
+        self._live.move_to_end(entry.serial)
+        heapq.heappush(self._ends, (now + record.ttl, entry.serial))
+        return True
+
+    async def abandon(self) -> Sequence[Record]:
+        """See `SessionStore.abandon`. All of them: nobody else has this store."""
+        entries = [e for e in self._live.values() if e.record and e.record.handle]
+        records = [e.record for e in entries if e.record]
+        for entry in entries:
+            self._bury(entry, Outcome.ALREADY_TAKEN)
+        return records
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """See `SessionStore.take`. There is no await in it, so it is atomic."""
@@ -95,17 +125,17 @@ class MemoryStore:
                     continue
                 if record.handle is not None:
                     self._bury(entry, Outcome.ALREADY_TAKEN)
-                return Taken(record, None, now - entry.put_at)
+                return Taken(record, None, now - entry.put_at, entry.ticket)
         return Taken(None, reason)
 
     def _sweep(self, now: float) -> None:
-        """Drop what is over from the old end. Entries with a shorter TTL than those before them wait for these."""
-        while self._live:
-            entry = next(iter(self._live.values()))
-            if entry.record is None or now - entry.put_at < entry.record.ttl:
-                break
-            self.expired += entry.record.handle is not None
-            self._bury(entry, Outcome.EXPIRED)
+        """Drop what is over."""
+        while self._ends and self._ends[0][0] <= now:
+            _, serial = heapq.heappop(self._ends)
+            entry = self._live.get(serial)
+            if entry and entry.record and now - entry.put_at >= entry.record.ttl:  # not replaced meanwhile
+                self.expired += entry.record.handle is not None
+                self._bury(entry, Outcome.EXPIRED)
         while self._gone:
             entry = next(iter(self._gone.values()))
             if len(self._gone) <= self._max_entries and now < entry.forget_at:

@@ -41,6 +41,16 @@ class Metrics:
         self.errors = counter("turn_errors", "Turns whose response was an error, or held one.", "type")
         self.read_tokens = counter("read_back_tokens", "Tokens that P read back from D, as P reports them.")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of all prompts, as P counts them.")
+        self.returns = counter("returns", "Eager returns by what became of them.", "result")
+        self.return_choices = counter(
+            "return_choices", "Turns whose KV could go back at once, by what was chosen and why.", "choice", "why"
+        )
+        self.saved_seconds = counter(
+            "prefill_saved_seconds", "Time that prefill legs would have taken longer, estimated from other legs."
+        )
+        self.returned_tokens = counter("returned_tokens", "Tokens that went back to P by eager returns.")
+        self.return_seconds = histogram("return_duration_seconds", "Eager returns.")
+        self.frees = counter("frees", "Requests to free a handle's blocks on D that nobody will read.", "result")
         self.retries = counter("prefill_retries", "Prefill requests that were sent again, cold.")
         self.fallbacks = counter("prefill_fallbacks", "Turns that D did alone.")
         self.stranded = counter(

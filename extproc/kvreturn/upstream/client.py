@@ -9,15 +9,16 @@ from typing import Self
 import aiohttp
 
 from kvreturn.core.ports import Ask, Failure, Reply
+from kvreturn.envoy.names import NODE_HEADER, ONLY_HEADER, UPSTREAM_HEADER
 from kvreturn.upstream.pool import Pool
 
-NODE_HEADER = "x-kvreturn-node"
-UPSTREAM_HEADER = "x-kvreturn-upstream"
 _TOLD = ("retry-after", "www-authenticate")  # what a refusal of the node tells the client besides its body
 _FIRST_SHARE = 0.5  # of the time for the leg: what is left is for the cold retry
 _CONNECT = 2.0  # seconds for the TCP handshake
 _BODY_LIMIT = 64 << 20
 _IN_ONE_PIECE = 1 << 20  # larger request bodies are written bit by bit, so that other streams get their turn
+_OK = 200
+_EVENT_END = b"\n\n"
 # vLLM's server drops idle connections after 5 s (uvicorn's timeout_keep_alive): let go of ours before.
 _KEEPALIVE = 4.0
 # How Envoy says that it could not reach the node (access log flags UF, UH, URX): no answer of the node's own.
@@ -66,7 +67,7 @@ class PrefillClient:
             The answer. Failures to get one are answers too; only cancellation is raised, and closes the connection,
             which makes vLLM abort the request.
         """
-        node = self._pool.choose(ask.prefer, ask.avoid)
+        node = ask.prefer if ask.only else self._pool.choose(ask.prefer, ask.avoid)
         if node is None:
             return Reply(None, failure=Failure.CONNECT)
         self._pool.started(node, ask.tokens)
@@ -97,12 +98,17 @@ class PrefillClient:
         send = {**headers, "content-type": "application/json"}
         if self._through:
             send[NODE_HEADER] = node
+            if ask.only:
+                send[ONLY_HEADER] = "1"
         url = f"http://{self._through or node}{ask.path}"
         data = io.BytesIO(ask.body) if len(ask.body) > _IN_ONE_PIECE else ask.body
         async with self._session.post(url, data=data, headers=send, allow_redirects=False) as response:
             body = bytearray()
             async for chunk in response.content.iter_any():
                 body += chunk
+                if ask.first and response.status == _OK and _EVENT_END in body:
+                    response.close()
+                    break
                 if len(body) > _BODY_LIMIT:
                     raise aiohttp.ClientPayloadError("answer of a prefill node is over 64 MiB")
             # Envoy may have chosen another node than the one we asked for, if that one is down.

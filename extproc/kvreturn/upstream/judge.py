@@ -3,9 +3,12 @@
 from collections import deque
 from collections.abc import Callable
 
+from kvreturn.config import Breaker
+from kvreturn.core.cost import CostModel
 from kvreturn.core.handle import Handle
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Record
+from kvreturn.upstream.forms import Forms
 from kvreturn.upstream.pool import Pool
 
 _ENGINES = 1024  # engines whose failures are remembered
@@ -16,15 +19,20 @@ class NodeJudge:
 
     Args:
         decode: the pool of decode nodes.
-        failures: so many failed reads of one engine's handles within `window` stop the use of its handles.
-        window: seconds over which failures count, and for which its handles are then not used.
+        forms: is told what runs on prefill nodes.
+        cost: knows what reading and computing take.
+        breaker: when failed reads of one engine's handles stop the use of its handles.
         clock: monotonic seconds.
     """
 
-    def __init__(self, decode: Pool, *, failures: int, window: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, decode: Pool, forms: Forms, cost: CostModel, breaker: Breaker, clock: Callable[[], float]
+    ) -> None:
         self._decode = decode
-        self._failures = failures
-        self._window = window
+        self._forms = forms
+        self._cost = cost
+        self._failures = breaker.failures
+        self._window = breaker.window
         self._clock = clock
         self._failed: dict[str, deque[float]] = {}
 
@@ -32,7 +40,15 @@ class NodeJudge:
         """See `Judge.objection`."""
         if record.decode_node and record.decode_node not in self._decode:
             return Outcome.NODE_GONE
-        return Outcome.BREAKER_OPEN if self._is_open(handle.engine) else None
+        if self._is_open(handle.engine):
+            return Outcome.BREAKER_OPEN
+        if not self.worth_reading(record.prefill_node, record.decode_node, handle.tokens):
+            return Outcome.SLOWER
+        return None
+
+    def worth_reading(self, prefill: str | None, decode: str | None, tokens: int) -> bool:
+        """Whether P reads so many tokens from D faster than it computes them, as far as that is known."""
+        return not (prefill and decode) or self._cost.worth_reading(prefill, decode, tokens, self._clock())
 
     def read_failed(self, handle: Handle, *, hung: bool = False) -> None:
         """See `Judge.read_failed`. One that hung costs its turn so much time that it counts for all."""
@@ -45,6 +61,10 @@ class NodeJudge:
     def read_succeeded(self, handle: Handle) -> None:
         """See `Judge.read_succeeded`."""
         self._failed.pop(handle.engine, None)
+
+    def prefilled(self, node: str, engine: str, *, proves: bool) -> None:
+        """See `Judge.prefilled`."""
+        self._forms.saw(node, engine, proves=proves)
 
     def open_breakers(self) -> list[str]:
         """Engines whose handles are not used now."""

@@ -48,6 +48,11 @@ class Pool:
 
         return min(self._nodes.values(), key=rank).address if self._nodes else None
 
+    def load(self, address: str) -> int:
+        """Tokens of the requests that the node has not answered yet, about."""
+        node = self._nodes.get(address)
+        return node.load if node else 0
+
     def started(self, address: str, tokens: int) -> None:
         """A request of about this many tokens went to the node."""
         if address in self._nodes:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from kvreturn_connector import wire
-from kvreturn_connector.handles import open_offer, prove
+from kvreturn_connector.handles import Offer, Once, check_handle, open_offer, prove, to_free
 from kvreturn_connector.settings import Settings
 
 from kvreturn.core import wire as routers
@@ -32,6 +32,10 @@ def handle(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
     }
 
 
+def examined(params: dict[str, Any], tokens: list[int], block_size: int = 16, settings: Settings = SETTINGS) -> Offer:
+    return prove(*check_handle(params, settings), tokens, block_size, SEED, None)
+
+
 @pytest.mark.parametrize(
     ("prompt", "proven", "blocks"),
     [
@@ -43,7 +47,7 @@ def handle(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON
     ids=["continuation", "shorter", "edited at 70", "another"],
 )
 def test_only_the_blocks_of_the_proven_prefix_are_named(prompt: list[int], proven: int, blocks: list[int]) -> None:
-    offer = prove(handle(), prompt, 16, SETTINGS, SEED, None)
+    offer = examined(handle(), prompt)
     assert offer.proven == proven
     fields = offer.remote_fields()
     assert (fields["remote_block_ids"], fields["remote_num_tokens"]) == ([blocks], proven)
@@ -77,23 +81,23 @@ def test_only_the_blocks_of_the_proven_prefix_are_named(prompt: list[int], prove
 )
 def test_what_cannot_be_used_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(wire.WireError) as refused:
-        prove(handle(**changes), [*TOKENS, 1], 16, SETTINGS, SEED, None)
+        examined(handle(**changes), [*TOKENS, 1])
     assert refused.value.reason == reason
 
 
 def test_a_count_of_one_too_many_proves_whole_blocks_only() -> None:
     """Blocks and digests are as many as before, but the last digest covers 4 tokens, not the 5 that are claimed."""
-    assert prove(handle(remote_num_tokens=101), [*TOKENS, 1], 16, SETTINGS, SEED, None).proven == 96
+    assert examined(handle(remote_num_tokens=101), [*TOKENS, 1]).proven == 96
 
 
 def test_another_block_size_is_refused() -> None:
     with pytest.raises(wire.WireError, match="blocks of 16 tokens, we have 32"):
-        prove(handle(), TOKENS, 32, SETTINGS, SEED, None)
+        examined(handle(), TOKENS, 32)
 
 
 def test_with_a_secret_the_mac_is_checked_first() -> None:
     with pytest.raises(wire.WireError) as refused:
-        prove(handle(), TOKENS, 16, Settings(bidirectional=True, secret=b"s"), SEED, None)
+        examined(handle(), TOKENS, settings=Settings(bidirectional=True, secret=b"s"))
     assert refused.value.reason == "mac"
 
 
@@ -108,6 +112,25 @@ def test_with_a_secret_the_mac_is_checked_first() -> None:
 )
 def test_both_forms_of_a_handle_are_found(params: dict[str, Any], found: bool) -> None:  # noqa: FBT001 - a table
     assert (open_offer(params) is not None) is found
+
+
+@pytest.mark.parametrize(
+    ("member", "freed"),
+    [
+        ({"v": 1, "handle": {"a": 1}, "free": True}, {"a": 1}),
+        ({"v": 1, "handle": {"a": 1}, "free": 1}, None),
+        ({"v": 1, "handle": {"a": 1}}, None),
+        ({"v": 1, "free": True}, None),
+        (None, None),
+    ],
+)
+def test_a_handle_is_freed_only_if_that_is_asked_for(member: object, freed: object) -> None:
+    assert to_free({"do_remote_decode": True, "kvreturn": member}) == freed
+
+
+def test_what_was_seen_is_forgotten_oldest_first() -> None:
+    once = Once(2)
+    assert [once.first(key) for key in "aabbcab"] == [True, False, True, False, True, True, True]
 
 
 def test_connector_and_router_speak_the_same_format() -> None:

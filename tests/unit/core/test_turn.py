@@ -7,8 +7,9 @@ import pytest
 
 from kvreturn.core.api import Completions, Responses
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Ask, Failure, Forward, Put, Record, Refuse, Reply, Take, Taken
-from kvreturn.core.turn import Policy, Turn
+from kvreturn.core.policy import Policy
+from kvreturn.core.ports import Ask, Awaited, Failure, Forward, Put, Record, Refuse, Reply, Take, Taken
+from kvreturn.core.turn import Turn
 from support.turns import (
     COLD,
     D1,
@@ -77,6 +78,28 @@ case("P found it expired", Outcome.EXPIRED, reported({"proven": 160, "reason": "
 case("P cannot reach D", Outcome.NODE_GONE, reported({"proven": 160, "reason": "node_gone"}), "node_gone")
 case("P used it before", Outcome.NODE_GONE, reported({"proven": 160, "reason": "used"}), "used")
 case("P's read failed", Outcome.READ_FAILED, reported({"proven": 160, "reason": "read_failed"}), "read_failed")
+
+
+def returned(report: Json | None, *, pending: Awaited | None = None, **more: Any) -> Drive:  # noqa: ANN401 - of `p_reply`
+    """600 of the 1,000 tokens that went back were the prompt's."""
+    record = Record(3600.0, None, None, D1, P1, prompt=600, turns=2, returned=1_000, pending=pending is not None)
+    waits = [pending] if pending else []
+    return Drive(NEXT, [Taken(record, None, 700.0, b"ticket"), *waits, p_reply(report, **more)], CONNECTOR)
+
+
+case("all that went back is there", Outcome.HIT, returned({"local": 992}))
+case("the end of it is in no whole block", Outcome.HIT, returned({"local": 896}))
+case("the answer is another one now", Outcome.PARTIAL_HIT, returned({"local": 640}))
+case("the prompt, but for its last block", Outcome.PARTIAL_HIT, returned({"local": 512}))
+case("the prompt is not all there", Outcome.EVICTED, returned({"local": 320}))
+case("nothing is there any more", Outcome.EVICTED, returned({"local": 0}))
+case("a stock P tells what it had", Outcome.HIT, returned(None, remote_prefill_cached_tokens=992))
+case("a stock P does not tell", Outcome.RETURNED, returned(None, remote_prefill_cached_tokens=None))
+case("the P that has it is gone", Outcome.NODE_GONE, returned({"local": 0}, node=P2), "prefill_node")
+case("waited for", Outcome.HIT, returned({"local": 992}, pending=Awaited()))
+case("not waited for any longer", Outcome.RETURN_FAILED, returned({"local": 0}, pending=Awaited("late")), "late")
+case("did not arrive", Outcome.RETURN_FAILED, connector(found(None, reason=Outcome.RETURN_FAILED)))
+case("slower than computing", Outcome.SLOWER, connector(found(d_handle()), judge=Judge(Outcome.SLOWER)))
 case("P wants another MAC", Outcome.UNPROVEN, reported({"reason": "mac"}), "mac")
 case("P has another scope", Outcome.UNPROVEN, reported({"reason": "scope"}), "scope")
 case("a reason nobody knows", Outcome.UNPROVEN, reported({"reason": "new_reason"}), "new_reason")
@@ -541,7 +564,7 @@ def test_a_turn_is_stored_under_its_whole_and_under_its_prompt() -> None:
     put, out, _ = drive.respond(answered("Hi", handle))
     assert json.loads(out) == answered("Hi")
     assert put
-    assert put.record == Record(450.0, compact(handle), None, D1, P1)
+    assert put.record == Record(450.0, compact(handle), None, D1, P1, prompt=200)
     assert drive.facts.captured
     following, edited = Drive(NEXT).keys, Drive(request("Hello", "Hi!", "And now?")).keys
     assert put.keys[0] in following

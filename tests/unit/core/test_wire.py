@@ -269,6 +269,19 @@ def test_a_reason_that_is_not_one_short_word_counts_as_none(reason: object) -> N
     assert wire.load_report(REPORT | {"reason": reason}).reason is None
 
 
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [(12.5, 12.5), (12, 12.0), (0, 0.0), (-1, None), (True, None), ("12", None), (10**400, None), (float("nan"), None)],
+)
+def test_when_a_lease_ends_is_a_point_in_time_or_unknown(value: object, read: float | None) -> None:
+    assert wire.load_report(REPORT | {"expires": value}).expires == read
+
+
+def test_when_a_lease_ends_is_passed_on() -> None:
+    report = Report(0, 0, 0, expires=12.5)
+    assert wire.load_report(json.loads(json.dumps(wire.dump_report(report)))) == report
+
+
 # --- MAC ---
 
 

@@ -72,7 +72,7 @@ async def test_a_failure_before_the_response_is_a_500(
         router = harness()
         begun = asyncio.get_running_loop().time()
         envoy = await router.play(TURN, Response(EVENTS), modes)
-        assert asyncio.get_running_loop().time() - begun < 0.2
+        assert asyncio.get_running_loop().time() - begun < 2.0  # and not for ever
         assert envoy.client.status == 500
         assert envoy.client.headers
         assert envoy.client.headers["content-type"] == "application/json"
@@ -158,7 +158,7 @@ async def test_a_store_that_fails_makes_turns_cold_and_nothing_else(
     with caplog.at_level(logging.WARNING):
         first = await router.turn("Hi")
         second = await router.turn("Hi", "Good morning", "And?")
-    assert asyncio.get_running_loop().time() - begun < 0.2
+    assert asyncio.get_running_loop().time() - begun < 2.0  # and not for ever
     assert first.client.status == second.client.status == 200
     assert second.client.body == b"".join(decode_events())
     lost = {"take": {"store_unavailable": 2}, "put": {"first_turn": 1, "not_a_continuation": 1}}

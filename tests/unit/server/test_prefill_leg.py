@@ -342,7 +342,8 @@ async def test_tokenize_that_hangs_leaves_time_for_the_prefill_leg() -> None:
         envoy = await router.play(Request(pieces=[chat("Hi", "Good morning", "And?")]), END)
         assert time.monotonic() - begun < 0.9
         assert sent_params(envoy.upstream.body)
-        assert [seen.path for seen in node.seen] == ["/v1/chat/completions", "/tokenize", "/v1/chat/completions"]
+        paths = [seen.path for seen in node.seen if seen.path != "/v1/completions"]  # that one frees the handle
+        assert paths == ["/v1/chat/completions", "/tokenize", "/v1/chat/completions"]
         assert router.outcomes() == {"first_turn": 1, "unproven": 1}
 
 

@@ -36,6 +36,7 @@ NAMES = {
     "kvreturn_capture_failures_total",
     "kvreturn_handles_captured_total",
     "kvreturn_handles_missing_total",
+    "kvreturn_frees_total",
     "kvreturn_live_streams",
     "kvreturn_oversize_events_total",
     "kvreturn_prefill_blocks_stranded_total",
@@ -44,6 +45,13 @@ NAMES = {
     "kvreturn_prefill_retries_total",
     "kvreturn_prompt_tokens_total",
     "kvreturn_read_back_tokens_total",
+    "kvreturn_return_duration_seconds",
+    "kvreturn_prefill_saved_seconds_total",
+    "kvreturn_return_choices_total",
+    "kvreturn_returned_tokens_total",
+    "kvreturn_returns_running",
+    "kvreturn_returns_total",
+    "kvreturn_returns_waiting",
     "kvreturn_sessions",
     "kvreturn_sessions_bytes",
     "kvreturn_sessions_evicted",
@@ -198,15 +206,15 @@ async def test_one_line_for_each_turn(caplog: pytest.LogCaptureFixture) -> None:
     await router.play(Request("/v1/models", method="GET"), END)
     first, second, refused = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
     assert first == (
-        "outcome=first_turn api=chat model=m status=200 prompt=114 read=- local=- prefill_ms=125.0 "
+        "outcome=first_turn api=chat model=m status=200 prompt=114 read=- local=0 returned=- prefill_ms=125.0 "
         "first_byte_ms=125.0 retries=0 fallback=False captured=True"
     )
     assert second == (
-        "outcome=hit api=chat model=m status=200 prompt=114 read=160 local=0 prefill_ms=125.0 "
+        "outcome=hit api=chat model=m status=200 prompt=114 read=160 local=0 returned=- prefill_ms=125.0 "
         "first_byte_ms=375.0 retries=0 fallback=False captured=True"
     )
     assert refused == (
-        "outcome=rejected api=chat model=- status=400 prompt=- read=- local=- prefill_ms=0.0 "
+        "outcome=rejected api=chat model=- status=400 prompt=- read=- local=- returned=- prefill_ms=0.0 "
         "first_byte_ms=- retries=0 fallback=False captured=False error=400"
     )
 

@@ -48,6 +48,16 @@ class Cluster:
         assert text.endswith("\n\n")
         return [line.removeprefix("data: ") for line in text[:-2].split("\n\n")]
 
+    async def open_stream(self, node: SimNode, path: str, body: Json) -> aiohttp.ClientResponse:
+        """A stream after its first chunk; `close()` is the client that leaves."""
+        answer = await self.session.post(self.urls[id(node)] + path, json={**body, "stream": True})
+        try:
+            assert (await answer.content.readuntil(b"\n\n")).startswith(b"data: {")
+        except BaseException:
+            answer.close()
+            raise
+        return answer
+
     async def prefill(self, path: str, body: Json, handle: Json | None = None, **changes: object) -> tuple[int, Json]:
         """The P leg; `changes` tamper with the handle."""
         params = COLD if handle is None else {**handle, "do_remote_decode": True, "do_remote_prefill": False}

@@ -76,6 +76,16 @@ def test_the_cached_prefix_is_found_and_a_sequences_last_blocks_are_evicted_firs
     assert pool.lookup(known) == [1, 2]
 
 
+def test_blocks_that_hold_nothing_known_are_reused_first_and_latest_first() -> None:
+    pool = BlockPool(6, 4, prefix_caching=True)
+    blocks = pool.allocate((), 4)
+    assert blocks == [1, 2, 3, 4]
+    pool.cache(blocks, hashes(list(range(8))), 0, 2)
+    pool.release(blocks)
+    assert (pool.cached, pool.free, pool.in_use) == (2, 5, set())
+    assert pool.allocate((), 5) == [4, 3, 5, 2, 1]
+
+
 def test_a_cached_block_in_use_is_shared_and_counted_once() -> None:
     pool = BlockPool(4, 4, prefix_caching=True)
     known = hashes(list(range(8)))

@@ -116,7 +116,7 @@ def proof_with(handle: Json, **changes: object) -> Json:
         (lambda h: without(h, "remote_port"), "malformed"),
         (lambda _h: "junk", "malformed"),
         (lambda _h: {}, "malformed"),
-        (lambda h: proof_with(h, block_size=8), "block_size"),
+        (lambda h: proof_with(h, block_size=8), "malformed"),
         (lambda h: {**h, "remote_engine_id": "nope"}, "node_gone"),
         (lambda h: {**h, "remote_port": 1}, "node_gone"),
         (lambda h: {**h, "remote_host": "192.0.2.55"}, "node_gone"),
@@ -246,7 +246,15 @@ async def test_cold_requests_report_too(cluster: Make) -> None:
 async def test_p_without_bidirectional_transfer_computes(cluster: Make) -> None:
     c = await cluster(p={"prefix_caching": False, "bidirectional": False}, **PLUGIN)
     full, handle = await first_turn(c)
-    assert await report(c, full + MORE, sealed(handle)) == wire.Report(223, 0, 0, "read_failed")
+    assert await report(c, full + MORE, sealed(handle)) == wire.Report(0, 0, 0, "disabled")
+    await c.until(lambda: c.d.stats.pins == 0)
+
+
+async def test_blocks_of_another_size_are_not_read(cluster: Make) -> None:
+    c = await cluster(d={"block_size": 8, "num_blocks": 16_386}, **PLUGIN)
+    full, handle = await first_turn(c)
+    assert len(handle["remote_block_ids"][0]) == 28
+    assert await report(c, full + MORE, sealed(handle)) == wire.Report(0, 0, 192, "block_size")
 
 
 @pytest.mark.parametrize(

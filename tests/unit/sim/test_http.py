@@ -274,9 +274,33 @@ async def test_metrics(cluster: Make) -> None:
     assert d["prefix_cache_queries_total"] == 484
     assert d["prefix_cache_hits_total"] == 208  # 13 whole blocks of the first turn
     assert d["generation_tokens_total"] == 48
+    # vLLM does not count the last token of a prompt that was loaded whole, though it is computed.
+    sources = {"local_compute": 0, "local_cache_hit": 208, "external_kv_transfer": 200 + 284 - 208}
+    assert {name: d[f"prompt_tokens_by_source_total[{name}]"] for name in sources} == sources
+    assert d["prompt_tokens_total"] == sum(sources.values())
     # The second turn's 307 tokens (20 blocks) are pinned; the first turn's pin was read.
     assert d["kv_cache_usage_perc"] == pytest.approx(20 / 8_192)
+    labels = 'block_size="16",enable_prefix_caching="True",engine="0",num_gpu_blocks="8193"'
+    assert f"vllm:cache_config_info{{{labels}}} 1.0\n" in (await c.get(c.d, "/metrics"))[1]
     assert "nixl_bytes_transferred_sum" not in values((await c.get(c.oracle, "/metrics"))[1])
+
+
+async def test_metrics_of_a_node_under_pressure(cluster: Make) -> None:
+    c = await cluster(connector="kvreturn", num_blocks=33, max_model_len=512)
+    await c.turn(COMPLETIONS, generate(ids(1, 200)))
+    await c.prefill(COMPLETIONS, generate(ids(2, 400)))  # 25 of P's 32 blocks
+    waiting = asyncio.create_task(c.prefill(COMPLETIONS, generate(ids(3, 200))))
+    await c.until(lambda: c.p.stats.waiting == 1)
+    text = (await c.get(c.p, "/metrics"))[1]
+    assert 'num_requests_waiting_by_reason{engine="0",model_name="sim",reason="capacity"} 1.0' in text
+    assert 'num_requests_waiting_by_reason{engine="0",model_name="sim",reason="deferred"} 0.0' in text
+    p, d = values(text), values((await c.get(c.d, "/metrics"))[1])
+    assert (p["num_requests_running"], p["num_requests_waiting"], p["num_preemptions_total"]) == (0, 1, 0)
+    assert p["kv_cache_usage_perc"] == pytest.approx(25 / 32)
+    assert (d["kvreturn_pins"], d["kvreturn_pinned_blocks"]) == (1, 14)
+    assert (d["kvreturn_early_releases_total"], d["kvreturn_pins_refused_total"]) == (0, 0)
+    await c.clock.advance(31)
+    await waiting
 
 
 async def test_ids_of_answers(cluster: Make) -> None:

@@ -1,8 +1,11 @@
 import pytest
 
+from kvreturn.config import Breaker
+from kvreturn.core.cost import CostModel
 from kvreturn.core.handle import Handle, read_handle
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Record
+from kvreturn.upstream.forms import Forms
 from kvreturn.upstream.judge import NodeJudge
 from kvreturn.upstream.pool import Pool
 from support.turns import D1, D2, compact, d_handle
@@ -24,7 +27,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def judge(clock: Clock) -> NodeJudge:
-    return NodeJudge(Pool([D1], clock), failures=5, window=60.0, clock=clock)
+    return NodeJudge(Pool([D1], clock), Forms(), CostModel(), Breaker(failures=5, window=60.0), clock)
 
 
 def of(engine: str = "e1") -> Handle:
@@ -53,7 +56,7 @@ def test_a_handle_of_a_node_that_left_the_pool_is_not_used(judge: NodeJudge) -> 
 def test_a_node_that_cannot_be_reached_just_now_has_not_left(clock: Clock) -> None:
     pool = Pool([D1], clock)
     pool.unreachable(D1)
-    assert objection(NodeJudge(pool, failures=5, window=60.0, clock=clock)) is None
+    assert objection(NodeJudge(pool, Forms(), CostModel(), Breaker(failures=5, window=60.0), clock)) is None
 
 
 def test_fr83_after_5_failures_within_60_s_the_6th_request_goes_cold(judge: NodeJudge, clock: Clock) -> None:
@@ -102,7 +105,7 @@ def test_a_success_starts_the_count_anew(judge: NodeJudge, clock: Clock) -> None
 
 
 def test_one_failure_may_be_enough(clock: Clock) -> None:
-    judge = NodeJudge(Pool([D1], clock), failures=1, window=10.0, clock=clock)
+    judge = NodeJudge(Pool([D1], clock), Forms(), CostModel(), Breaker(failures=1, window=10.0), clock)
     judge.read_failed(of())
     assert objection(judge) == Outcome.BREAKER_OPEN
     clock.now += 10

@@ -31,6 +31,8 @@ class Prompt:
         tokenizable: whether `/tokenize` of vLLM renders exactly this prompt.
         tokens: the prompt's token ids, where the client sent just these.
         passes_ids: whether D takes P's token ids in place of its own tokenizing (vLLM 0.32.0: chat without media).
+        identifiable: whether vLLM's answers name the prompt's token ids if asked (`return_token_ids`), and they are all
+            that it depends on.
         alone: why only D can run the request, in one word; None if P can do its leg.
         stored: id of the response that the prompt begins with, where that is stored at a node.
     """
@@ -44,6 +46,7 @@ class Prompt:
     tokenizable: bool
     tokens: Sequence[int] | None = None
     passes_ids: bool = False
+    identifiable: bool = False
     alone: str | None = None
     stored: str | None = None
 
@@ -146,7 +149,7 @@ class API(abc.ABC):
         Args:
             body: the client's body.
             params: raw.
-            ids: whether P is to answer with the prompt's token ids; only if `Prompt.passes_ids`.
+            ids: whether P is to answer with the prompt's token ids; only if `Prompt.identifiable`.
         """
 
     def tokenize_body(self, body: ObjectText) -> bytes:

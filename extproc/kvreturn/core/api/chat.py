@@ -54,6 +54,7 @@ class Chat(API):
             stream=stream,
             tokenizable=text and _tokenizable(body),
             passes_ids=text,
+            identifiable=text,
         )
 
     def prefill_body(self, body: ObjectText, params: bytes, *, ids: bool) -> bytes:

@@ -65,14 +65,14 @@ class Completions(API):
             stream=stream,
             tokenizable=isinstance(prompt, str) and plain,
             tokens=prompt if isinstance(prompt, list) and not batch and plain else None,
+            identifiable=not batch and "prompt_embeds" not in body,
             # P's handle is that of one prompt, and D would load its blocks for all of them.
             alone="several_prompts" if batch and len(prompt) > 1 else None,
         )
 
     def prefill_body(self, body: ObjectText, params: bytes, *, ids: bool) -> bytes:
         """See `API.prefill_body`."""
-        del ids
-        return prefill_edit(body, params, ("max_tokens",))
+        return prefill_edit(body, params, ("max_tokens",), {"return_token_ids": b"true"} if ids else {})
 
     def extend(self, prompt: Trail, body: ObjectText, answer: Answer, *, strict: bool) -> Trail | None:
         """See `API.extend`.

@@ -1,0 +1,1 @@
+"""`kvreturn analyze`: from logs to a decision, before anything is deployed."""

@@ -1,0 +1,87 @@
+"""Lines of text: kvreturn's turn log, and Envoy's access log in its default form and Istio's."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from kvreturn.analyze.fields import to_seconds
+from kvreturn.analyze.observation import LineError, Measured, Observation, Sizes
+from kvreturn.core.fingerprint import keyed_hash
+from kvreturn.core.outcome import Outcome
+
+BYTES_PER_TOKEN = 4
+"""Of JSON with English text or code in it; a rule of thumb."""
+_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_OK = range(200, 300)
+_OUTCOME = re.compile(r"\boutcome=([a-z_]+)")
+_MEMBER = re.compile(r" (prompt|read|local)=([0-9]+)(?= |$)")
+# Istio puts four more fields between the response flags and the bytes.
+_ACCESS = re.compile(
+    r'\[(?P<start_time>[^\]]+)\] "(?P<method>\S+) (?P<path>\S+) [^"]*" (?P<response_code>\d+) \S+ '
+    r'(?:\S+ \S+ "[^"]*" )?(?P<bytes_received>\d+) \d+ \S+ \S+ "(?P<x_forwarded_for>[^"]*)" "(?P<user_agent>[^"]*)"'
+)
+# What `kvreturn envoy-config` configures.
+_OWN_ACCESS = re.compile(r"\d\d:\d\d:\d\d\.\d{3} \S+ [A-Z-]+ \S+ \S+ -> ")
+
+
+def read_text(text: str) -> Measured | Observation | None:
+    """What a line tells; None if it is a request but no turn.
+
+    Raises:
+        LineError: it tells nothing.
+    """
+    outcome = _OUTCOME.search(text)
+    if outcome:
+        return _measured(outcome[1], text)
+    access = _ACCESS.match(text)
+    if access:
+        return read_access(access.groupdict())
+    if _OWN_ACCESS.match(text):
+        raise LineError("kvreturn's own Envoy access log has no dates, and P legs in it: give the router's log")
+    raise LineError("neither JSON nor a line of a turn log or an access log")
+
+
+def is_access(obj: Mapping[str, Any]) -> bool:
+    """Whether a JSON object is a line of an Envoy access log, named as Envoy's and Istio's documentation does."""
+    return "bytes_received" in obj and "response_code" in obj
+
+
+def is_turn(access: Mapping[str, Any]) -> bool:
+    """Whether an access log's line is of a request that a model answered."""
+    path = str(access.get("path") or "").partition("?")[0]
+    code = str(access["response_code"])
+    return access.get("method", "POST") == "POST" and path.endswith(_PATHS) and code.isdigit() and int(code) in _OK
+
+
+def access_tokens(access: Mapping[str, Any]) -> int:
+    """Tokens of a request, by its bytes.
+
+    Raises:
+        LineError: no bytes.
+    """
+    received = str(access["bytes_received"])
+    if not received.isdigit():
+        raise LineError("`bytes_received` is not a number")
+    return min(int(received) // BYTES_PER_TOKEN, 2**31 - 1)
+
+
+def read_access(access: Mapping[str, Any]) -> Observation | None:
+    """A turn of an access log that names no conversation; None for what is no turn."""
+    if not is_turn(access):
+        return None
+    tokens = access_tokens(access)
+    address = access.get("x_forwarded_for") or ""
+    if address in {"", "-"}:
+        address = str(access.get("downstream_remote_address") or "").rpartition(":")[0]
+    client = keyed_hash(b"", f"{address}\0{access.get('user_agent') or ''}".encode())
+    sizes = Sizes(tokens, tokens, estimated=True)
+    return Observation(to_seconds(access.get("start_time"), "auto"), sizes, client=client)
+
+
+def _measured(outcome: str, text: str) -> Measured:
+    try:
+        word = Outcome(outcome)
+    except ValueError:
+        raise LineError("an outcome in it that kvreturn does not write") from None
+    found = {name: int(value) for name, value in _MEMBER.findall(text)}
+    return Measured(word, *(found.get(name) for name in ("prompt", "read", "local")))

@@ -1,0 +1,88 @@
+"""The end of a turn: what it leaves for the next one."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvreturn.core.address import split_address
+from kvreturn.core.capture import Capture
+from kvreturn.core.handle import Handle, HandleError, read_handle
+from kvreturn.core.jsontext import ObjectText
+from kvreturn.core.outcome import Outcome
+from kvreturn.core.ports import Put, Record
+from kvreturn.core.returning import Job
+
+if TYPE_CHECKING:
+    from kvreturn.core.turn import Turn
+
+_TTL_MARGIN = 10.0  # P declines reads within 5 s of D's expiry (vLLM 0.32.0); the rest is for the way there
+_SAME = frozenset({"model", "cache_salt"})  # what decides whose blocks those of a prompt are
+
+
+def leave(turn: "Turn", capture: Capture, decode_node: str | None) -> Put | None:
+    """What to store of a turn whose response is complete.
+
+    Args:
+        turn: the turn.
+        capture: its response.
+        decode_node: address of the D that really answered, None if that is not known.
+    """
+    assert turn.prompt
+    assert turn.trail
+    node, strict = decode_node or turn.decode_node, turn.policy.strict
+    reason = Outcome.NO_HANDLE_FROM_DECODE
+    if turn.prompt.choices > 1:
+        reason = Outcome.MULTIPLE_CHOICES
+    elif capture.handle:
+        try:
+            handle = read_handle(capture.handle, split_address(node)[0] if node else None)
+        except HandleError:
+            handle = None
+        if handle:
+            whole = turn.api.extend(turn.trail, turn.body, turn.answer, strict=strict)
+            keys = [whole.turn_key() if whole else None, None if strict else turn.trail.prompt_key()]
+            found = [k for k in dict.fromkeys(keys) if k]
+            if found:
+                turn.facts.captured = True
+                record = _record(turn, handle, node)
+                return Put(found, record, _job(turn, capture, handle, record))
+            reason = Outcome.UNPROVEN
+    key = turn.trail.prompt_key()
+    marker = Record(turn.policy.ttl, None, reason, node, turn.prefill_node)
+    return Put([key], marker) if key else None
+
+
+def _record(turn: "Turn", handle: Handle, node: str | None) -> Record:
+    ttl = turn.policy.ttl
+    if handle.proof:
+        ttl = min(ttl, max(handle.proof.ttl - _TTL_MARGIN, 0.0))
+    turns = turn.taken.record.turns + 1 if turn.taken.record else 1
+    prompt = turn.facts.prefill.prompt or 0
+    return Record(ttl, handle.raw, None, node, turn.prefill_node, prompt=prompt, turns=turns)
+
+
+def _job(turn: "Turn", capture: Capture, handle: Handle, record: Record) -> Job | None:
+    """How this turn's blocks go back to P at once; None if the policy forbids it, or the tokens are not known."""
+    if turn.policy.returns == "lazy" or turn.prefill_node is None or handle.tokens < turn.policy.min_tokens:
+        return None
+    ids: tuple[bytes, Sequence[int]] | None = capture.ids
+    if handle.proof and turn.prompt_ids is not None:
+        ids = turn.prompt_ids, handle.proof.generated
+    if ids is None:
+        return None
+    body = turn.body
+    return Job(
+        handle=handle,
+        prefill_node=turn.prefill_node,
+        decode_node=record.decode_node,
+        kept=ObjectText(body.without({m.name for m in body.members} - _SAME)).text,
+        prompt=ids[0],
+        generated=ids[1],
+        tenant=turn.tenant,
+        secret=turn.policy.secret,
+        salt=body.load("cache_salt") or "",
+        finish_reason=turn.answer.finish_reasons.get(0),
+        gap=turn.taken.age if turn.taken.record else None,
+        turns=record.turns,
+        mode=turn.policy.returns,
+        ttl=record.ttl,
+    )

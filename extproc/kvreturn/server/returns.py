@@ -1,0 +1,265 @@
+"""Eager returns: the queue of what is to go back to prefill nodes, and the requests that bring it there.
+
+One handle is never used for two things: a return starts by replacing the record that holds it. Whoever is first, the
+next turn or the return, has it.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvreturn.core import wire
+from kvreturn.core.api.completions import Completions
+from kvreturn.core.choice import Chooser, Fate, Moment
+from kvreturn.core.handle import HandleError, read_handle
+from kvreturn.core.outcome import Outcome
+from kvreturn.core.ports import Ask, Awaited, Failure, Put, Record, Reply
+from kvreturn.core.prefill import PrefillAnswer, read_prefill
+from kvreturn.core.returning import PATH, Form, Job, ReturnError, free_body, probe_body, read_probe, return_body
+
+if TYPE_CHECKING:
+    from kvreturn.server.world import World
+
+_PROBE_SECONDS = 10.0
+_FREE_SECONDS = 5.0
+_FREES = 8  # at a time
+_LOOK = 0.02  # seconds between looks at a busy prefill node
+_OK = 200
+_UNUSED, _UNSEEN = 600.0, 10_000  # seconds after which nobody comes for a return any more; how many are watched
+_LARGE = 4096  # token ids from which on they are compared in a thread
+
+
+class Returns:
+    """All eager returns of one router.
+
+    Args:
+        world: what all exchanges share.
+    """
+
+    def __init__(self, world: "World") -> None:
+        self._world = world
+        self._settings = world.settings.returns
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._frees = asyncio.Semaphore(_FREES)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting = 0
+        self._tenants: Counter[bytes] = Counter()
+        self._running: dict[bytes, asyncio.Future[str | None]] = {}
+        self._closed = False
+        self._unseen: OrderedDict[bytes, tuple[str, str | None, float]] = OrderedDict()  # nobody has come for them yet
+        self.chooser = Chooser()
+
+    @property
+    def waiting(self) -> int:
+        """Returns that wait for their turn."""
+        return self._waiting
+
+    @property
+    def running(self) -> int:
+        """Returns that are under way."""
+        return len(self._running)
+
+    # --- what a turn leaves ---
+
+    def offer(self, put: Put, ticket: bytes) -> None:
+        """A turn has ended. Its record is in the store under this ticket, and may go back at once."""
+        job, settings = put.job, self._settings
+        if job is None or self._closed or not self._choose(job):
+            return
+        result = None
+        if job.handle.tokens > settings.max_tokens:
+            result = "too_large"
+        elif self._waiting >= settings.queue:
+            result = "queue_full"
+        elif self._tenants[job.tenant] >= settings.per_tenant:
+            result = "tenant_limit"
+        if result:
+            self._world.metrics.returns.labels(result).inc()
+            return
+        self._spawn(self._run(job, put.record, ticket))
+
+    def _choose(self, job: Job) -> bool:
+        """Whether a turn's KV is to go back at once."""
+        world = self._world
+        moment = Moment(
+            finish_reason=job.finish_reason,
+            tokens=job.handle.tokens,
+            gap=job.gap,
+            turns=job.turns,
+            prefill=world.pressure.of(job.prefill_node) if world.pressure else None,
+            decode=world.pressure.of(job.decode_node) if world.pressure else None,
+            decode_node=job.decode_node or "",
+            ttl=job.ttl,
+            worth_reading=world.judge.worth_reading(job.prefill_node, job.decode_node, job.handle.tokens),
+        )
+        self._give_up()
+        choice = self.chooser.choose(job.mode, moment, job.prefill_node, world.clock())
+        world.metrics.return_choices.labels("eager" if choice.eager else "lazy", choice.why).inc()
+        return choice.eager
+
+    def _give_up(self) -> None:
+        """What nobody came for by now, nobody will, as far as can be learned from it."""
+        now = self._world.clock()
+        while self._unseen:
+            ticket, (node, reason, when) = next(iter(self._unseen.items()))
+            if now - when < _UNUSED and len(self._unseen) <= _UNSEEN:
+                return
+            del self._unseen[ticket]
+            self.chooser.learned(node, reason, "unused", now)
+
+    def came(self, ticket: bytes, fate: Fate) -> None:
+        """The next turn came, and P had what went back to it, or had it no more."""
+        seen = self._unseen.pop(ticket, None)
+        if seen:
+            self.chooser.learned(seen[0], seen[1], fate, self._world.clock())
+
+    async def _run(self, job: Job, record: Record, ticket: bytes) -> None:
+        metrics = self._world.metrics
+        self._tenants[job.tenant] += 1
+        try:
+            async with self._turn_of(job) as ready:
+                result = await self._send(job, record, ticket) if ready else "busy"
+        except ReturnError as e:
+            result = e.reason
+        finally:
+            self._tenants[job.tenant] -= 1
+            if not self._tenants[job.tenant]:
+                del self._tenants[job.tenant]
+        metrics.returns.labels(result).inc()
+
+    @contextlib.asynccontextmanager
+    async def _turn_of(self, job: Job) -> AsyncIterator[bool]:
+        """Waits until the prefill node has room for a return; gives False if that took too long."""
+        node = job.prefill_node
+        slot = self._slots.setdefault(node, asyncio.Semaphore(self._settings.concurrency))
+        self._waiting += 1
+        ready = False
+        try:
+            async with asyncio.timeout(self._settings.patience):
+                await slot.acquire()
+                ready = True
+                while self._world.prefill.load(node) > self._settings.prefill_load:  # noqa: ASYNC110 - many end at once
+                    await asyncio.sleep(_LOOK)
+        except TimeoutError:
+            if ready:
+                slot.release()
+                ready = False
+        finally:
+            self._waiting -= 1
+        try:
+            yield ready
+        finally:
+            if ready:
+                slot.release()
+
+    async def _send(self, job: Job, record: Record, ticket: bytes) -> str:
+        """Have P read back. Returns what became of it, in one word."""
+        settings, world = self._settings, self._world
+        form = await self._form(job)
+        if form is None:
+            return "unknown_node"
+        body = await asyncio.to_thread(self._body, form, job) if job.handle.tokens > _LARGE else self._body(form, job)
+        back = replace(record, handle=None, ttl=settings.ttl, returned=job.handle.tokens)
+        if not await world.replace(ticket, replace(back, pending=True)):
+            return "taken"
+        done = self._running[ticket] = asyncio.get_running_loop().create_future()
+        result = "cancelled"
+        try:
+            begun = world.clock()
+            reply = await self._ask(
+                Ask(PATH, body, prefer=job.prefill_node, only=True, first=form is Form.STREAMED), settings.deadline
+            )
+            result = _result(form, reply, job.prefill_node)
+            world.metrics.return_seconds.observe(world.clock() - begun)
+            if result in {"returned", "computed"}:
+                world.metrics.returned_tokens.inc(job.handle.tokens)
+                await world.replace(ticket, back)
+                self._unseen[ticket] = job.prefill_node, job.finish_reason, world.clock()
+            else:
+                await world.replace(ticket, replace(back, returned=0, reason=Outcome.RETURN_FAILED))
+        finally:
+            del self._running[ticket]
+            done.set_result(None if result in {"returned", "computed"} else result)
+        return result
+
+    def _body(self, form: Form, job: Job) -> bytes:
+        return return_body(form, job, job.tokens(), self._settings.priority)
+
+    async def _form(self, job: Job) -> Form | None:
+        forms, node = self._world.forms, job.prefill_node
+        if forms.form(node) is None:
+            reply = await self._ask(Ask(PATH, probe_body(job.model), prefer=node, only=True), _PROBE_SECONDS)
+            form = read_probe(reply.status, reply.body) if reply.node == node else None
+            if form:
+                forms.probed(node, form)
+        return forms.form(node)
+
+    async def _ask(self, ask: Ask, seconds: float) -> Reply:
+        world = self._world
+        return await world.client.ask(replace(ask, last=True), {"x-request-id": world.new_id()}, seconds)
+
+    # --- the next turn ---
+
+    async def wait(self, ticket: bytes) -> Awaited:
+        """Wait until a return has ended, for a bounded time."""
+        future = self._running.get(ticket)
+        if future is None:
+            return Awaited()  # another router's, or over since
+        try:
+            async with asyncio.timeout(self._settings.wait):
+                return Awaited(await asyncio.shield(future))
+        except TimeoutError:
+            return Awaited("late")
+
+    # --- blocks that nobody will read ---
+
+    def free(self, record: Record) -> None:
+        """Have D free the blocks of a handle that will not be used."""
+        if record.handle is not None and not self._closed:
+            self._spawn(self._free(record))
+
+    async def _free(self, record: Record) -> None:
+        world = self._world
+        try:
+            handle = read_handle(record.handle or b"")
+        except HandleError:
+            return
+        node = record.prefill_node or world.prefill.choose()
+        form = world.forms.form(node) if node else None
+        async with self._frees:
+            reply = await self._ask(Ask(PATH, free_body(form, handle), prefer=node), _FREE_SECONDS)
+        world.metrics.frees.labels("sent" if reply.status else "failed").inc()
+
+    async def drain(self, seconds: float) -> None:
+        """Let returns that are under way end, and drop the others."""
+        self._closed = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=seconds)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _result(form: Form, reply: Reply, node: str) -> str:
+    """What P made of a return, in one word."""
+    if reply.failure is Failure.TIMEOUT:
+        return "timeout"
+    if reply.failure:
+        return "unreachable"
+    if reply.status != _OK:
+        return "refused"
+    if reply.node != node:
+        return "moved"
+    if form is not Form.SEALED:
+        return "returned"
+    answer = read_prefill(reply, Completions())
+    report: wire.Report | None = answer.report if isinstance(answer, PrefillAnswer) else None
+    return "returned" if report and (report.read or report.reason == "local_hit") else "computed"

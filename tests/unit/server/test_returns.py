@@ -1,0 +1,374 @@
+"""Eager returns: what goes to P after a turn, who gets the handle, and what the next turn does."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvreturn.core.handle import read_handle
+from kvreturn.core.ports import Ask, Failure, Reply
+from support.extproc import Envoy, Request, Response
+from support.harness import DECODE, Clock, Harness, settings
+from support.nodes import (
+    StubPrefill,
+    chat,
+    decode_body,
+    decode_events,
+    prefill_body,
+    prefill_params,
+    report,
+    sent_params,
+)
+from support.turns import d_handle
+
+P1, P2 = "10.0.0.1:8100", "10.0.0.3:8100"
+PROMPT = list(range(1, 151))
+GENERATED = tuple(range(151, 162))
+FIRST = Request(pieces=[chat("Hi")])
+NEXT = Request(pieces=[chat("Hi", "Good morning", "And?")])
+
+
+def _handle() -> dict[str, Any]:
+    """160 tokens, with the digests of just these."""
+    whole = d_handle([*PROMPT, *GENERATED[:10]])
+    whole["kvreturn"]["generated"] = list(GENERATED)
+    return whole
+
+
+class Node(StubPrefill):
+    """P in all its kinds, answering at once; returns wait for `gate`.
+
+    Args:
+        own: whether our connector runs there.
+        bidirectional: whether `bidirectional_kv_xfer` is on.
+    """
+
+    def __init__(self, *, own: bool = True, bidirectional: bool = True) -> None:
+        super().__init__()
+        self.own, self.bidirectional = own, bidirectional
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.returned: Callable[[], Reply] = lambda: self._reply(self._report(read=160))
+        self.turns = 0
+        self.engine = "engine-of-p"
+        self.prompt = PROMPT
+        self.probe_status = 200
+
+    async def ask(self, ask: Ask, headers: Any, seconds: float) -> Reply:  # noqa: ANN401 - not looked at
+        del headers, seconds
+        self.asks.append(ask)
+        body = json.loads(ask.body)
+        if ask.path == "/v1/chat/completions":
+            self.turns += 1
+            return self._reply(self._report(local=144 if self.turns > 1 else 0))
+        if body["prompt"] == [1]:
+            return self._probed(body)
+        await self.gate.wait()
+        return self.returned()
+
+    def _report(self, **counts: int) -> dict[str, Any]:
+        return report(**{"proven": 0, "read": 0} | counts) if self.own else {}  # type: ignore[arg-type]
+
+    def _reply(self, told: dict[str, Any]) -> Reply:
+        body = json.loads(prefill_body(prefill_params(remote_engine_id=self.engine, **told), prompt=150))
+        return Reply(P1, 200, json.dumps({**body, "prompt_token_ids": self.prompt}).encode())
+
+    def _probed(self, body: dict[str, Any]) -> Reply:
+        if body.get("model") != "m":
+            return Reply(P1, 404, b"{}")
+        found = {"kv_transfer_params": {"remote_block_ids": [[1]]}} if self.bidirectional else {}
+        return Reply(P1, self.probe_status, json.dumps({"choices": [{}], **found}).encode())
+
+    @property
+    def returns(self) -> list[dict[str, Any]]:
+        """What was asked to be read back."""
+        bodies = [json.loads(a.body) for a in self.asks if a.path == "/v1/completions"]
+        return [b for b in bodies if b["prompt"] != [1]]
+
+
+def router(node: Node, **changes: Any) -> Harness:  # noqa: ANN401 - settings
+    return Harness(settings(secret="", **{"return": "eager", **changes}), node, Clock())
+
+
+async def play(router: Harness, request: Request = FIRST, *, ids: bool = False) -> Envoy:
+    """A turn that ends well, and what follows it, as far as it goes by itself."""
+    if ids:
+        choice = {"index": 0, "message": {"content": "Good morning"}, "finish_reason": "stop", "token_ids": GENERATED}
+        handle = {k: v for k, v in _handle().items() if k != "kvreturn"}
+        body = decode_body(params=handle, choices=[choice], prompt_token_ids=PROMPT)
+        response = Response([body], headers={"content-type": "application/json"}, node=DECODE)
+    else:
+        response = Response(decode_events(params=_handle()), node=DECODE)
+    envoy = await router.play(request, response)
+    await settled()
+    return envoy
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def results(router: Harness) -> dict[str, int]:
+    """Returns by what became of them."""
+    counts = {}
+    for metric in router.world.metrics.returns.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total"):
+                counts[sample.labels["result"]] = int(sample.value)
+    return counts
+
+
+# --- going back ---
+
+
+async def test_after_a_turn_p_is_asked_for_just_what_d_holds() -> None:
+    node = Node()
+    r = router(node)
+    await play(r)
+    (sent,) = node.returns
+    assert sent["prompt"] == [*PROMPT, *GENERATED]
+    assert sent["kv_transfer_params"]["kvreturn"]["handle"] == _handle()
+    assert sent["kv_transfer_params"]["kvreturn"]["keep"] is False
+    assert (node.asks[-1].prefer, node.asks[-1].only) == (P1, True)
+    assert results(r) == {"returned": 1}
+    assert r.metric("returned_tokens_total") == 160
+
+
+async def test_the_next_turn_goes_there_without_a_handle_and_hits() -> None:
+    node = Node()
+    r = router(node)
+    await play(r)
+    await play(r, NEXT)
+    turns = [a for a in node.asks if a.path == "/v1/chat/completions"]
+    assert turns[1].prefer == P1
+    assert "handle" not in sent_params(turns[1].body).get("kvreturn", {})
+    assert r.outcomes() == {"first_turn": 1, "hit": 1}
+
+
+async def test_a_gap_longer_than_ds_ttl_is_no_matter() -> None:
+    node = Node()
+    r = router(node)
+    await play(r)
+    r.clock.now += 2 * 480  # type: ignore[attr-defined]
+    await play(r, NEXT)
+    assert r.outcomes() == {"first_turn": 1, "hit": 1}
+
+
+@pytest.mark.parametrize(("bidirectional", "direction"), [(True, "do_remote_decode"), (False, "do_remote_prefill")])
+async def test_a_stock_p_is_probed_once_and_then_gets_what_it_understands(
+    *, bidirectional: bool, direction: str
+) -> None:
+    node = Node(own=False, bidirectional=bidirectional)
+    node.returned = lambda: Reply(P1, 200, b"data: {}\n\n")
+    r = router(node, proof="off")
+    for request in (FIRST, NEXT):
+        await play(r, request, ids=True)
+    assert [s["kv_transfer_params"][direction] for s in node.returns] == [True, True]
+    assert sum(json.loads(a.body)["prompt"] == [1] for a in node.asks if a.path == "/v1/completions") == 1
+    assert [a.first for a in node.asks if a.only][-1] is bidirectional
+
+
+async def test_a_stock_p_that_restarted_is_probed_again() -> None:
+    node = Node(own=False)
+    r = router(node, proof="off")
+    await play(r, ids=True)
+    node.engine = "another"
+    await play(r, NEXT, ids=True)
+    assert sum(json.loads(a.body)["prompt"] == [1] for a in node.asks if a.path == "/v1/completions") == 2
+
+
+async def test_a_p_that_the_probe_cannot_tell_gets_nothing() -> None:
+    node = Node(own=False)
+    node.probe_status = 500
+    r = router(node, proof="off")
+    await play(r, ids=True)
+    assert node.returns == []
+    assert results(r) == {"unknown_node": 1}
+
+
+async def test_ids_that_were_asked_for_here_do_not_reach_the_client() -> None:
+    r = router(Node(own=False), proof="off")
+    envoy = await play(r, ids=True)
+    assert json.loads(envoy.upstream.body)["return_token_ids"] is True
+    client = json.loads(envoy.client.body)
+    assert client["prompt_token_ids"] is None
+    assert client["choices"][0]["token_ids"] is None
+
+
+async def test_ids_that_the_client_asked_for_do() -> None:
+    r = router(Node(own=False), proof="off")
+    envoy = await play(r, Request(pieces=[chat("Hi", return_token_ids=True)]), ids=True)
+    assert json.loads(envoy.client.body)["prompt_token_ids"] == PROMPT
+
+
+async def test_tokens_that_are_not_ds_stay_where_they_are() -> None:
+    node = Node()
+    node.prompt = PROMPT[:3]
+    r = router(node)
+    await play(r)
+    assert node.returns == []
+    assert results(r) == {"too_few_tokens": 1}
+    assert r.handles == 1  # and the next turn reads lazily
+
+
+# --- whose the handle is ---
+
+
+async def test_a_turn_that_comes_first_has_the_handle() -> None:
+    node = Node()
+    r = router(node, returns={"concurrency": 1})
+    node.gate.clear()
+    await play(r, Request(pieces=[chat("Another conversation")]))  # its return holds the only slot
+    await play(r)
+    assert r.handles == 1
+    await play(r, NEXT)
+    turn = [a for a in node.asks if a.path == "/v1/chat/completions"][-1]
+    assert sent_params(turn.body)["kvreturn"]["handle"] == _handle()
+    node.gate.set()
+    await settled()
+    assert results(r) == {"returned": 2, "taken": 1}  # the first's, and the third's own
+
+
+async def test_a_turn_that_comes_meanwhile_waits_for_the_return() -> None:
+    node = Node()
+    r = router(node)
+    node.gate.clear()
+    await play(r)
+    turn = asyncio.create_task(play(r, NEXT))
+    await settled()
+    assert node.turns == 1
+    assert r.handles == 0
+    node.gate.set()
+    await turn
+    assert node.turns == 2
+    assert r.outcomes() == {"first_turn": 1, "hit": 1}
+
+
+async def test_it_does_not_wait_for_ever() -> None:
+    node = Node()
+    r = router(node, returns={"wait": 0.01})
+    node.gate.clear()
+    await play(r)
+    turn = asyncio.create_task(play(r, NEXT))
+    await asyncio.wait_for(turn, 5)
+    assert r.outcomes() == {"first_turn": 1, "return_failed": 1}
+    node.gate.set()
+    await settled()
+
+
+@pytest.mark.parametrize(
+    ("reply", "result"),
+    [
+        (Reply(P1, failure=Failure.TIMEOUT), "timeout"),
+        (Reply(P1, failure=Failure.CONNECT), "unreachable"),
+        (Reply(P1, 500, b""), "refused"),
+        (Reply(P2, 200, b"{}"), "moved"),
+    ],
+)
+async def test_a_return_that_failed_costs_the_next_turn_no_more_than_a_prefill(reply: Reply, result: str) -> None:
+    node = Node()
+    node.returned = lambda: reply
+    r = router(node)
+    await play(r)
+    assert results(r) == {result: 1}
+    await play(r, NEXT)
+    assert r.outcomes() == {"first_turn": 1, "return_failed": 1}
+    assert r.metric("prefill_retries_total") == 0
+
+
+# --- bounds ---
+
+
+@pytest.mark.parametrize(
+    ("limits", "result"),
+    [
+        ({"max_tokens": 159}, "too_large"),
+        ({"queue": 1, "concurrency": 1, "patience": 60}, "queue_full"),
+        ({"per_tenant": 2, "concurrency": 1}, "tenant_limit"),
+        ({"concurrency": 1, "patience": 0.01}, "busy"),
+    ],
+)
+async def test_what_is_over_a_limit_stays_lazy(limits: dict[str, Any], result: str) -> None:
+    node = Node()
+    node.gate.clear()
+    r = router(node, returns=limits)
+    for i in range(3):
+        await play(r, Request(pieces=[chat(f"Conversation {i}")]))
+    await asyncio.sleep(0.05)
+    assert results(r).get(result)
+    assert r.handles >= 1
+    node.gate.set()
+    await settled()
+
+
+async def test_a_busy_p_is_left_alone() -> None:
+    node = Node()
+    r = router(node, returns={"prefill_load": 100, "patience": 0.05})
+    r.world.prefill.started(P1, 101)
+    await play(r)
+    await asyncio.sleep(0.1)
+    assert node.returns == []
+    assert results(r) == {"busy": 1}
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [chat("Hi", n=2), chat("Hi", best_of=2)],
+)
+async def test_several_choices_do_not_go_back(request_: bytes) -> None:
+    node = Node()
+    await play(router(node), Request(pieces=[request_]))
+    assert node.returns == []
+
+
+async def test_lazy_is_lazy() -> None:
+    node = Node()
+    await play(router(node, **{"return": "lazy"}))
+    assert node.returns == []
+
+
+async def test_the_model_decides() -> None:
+    node = Node()
+    await play(router(node, models={"m": {"return": "lazy"}}))
+    assert node.returns == []
+
+
+# --- freeing, and the end ---
+
+
+async def test_a_handle_that_cannot_be_used_is_freed() -> None:
+    node = Node()
+    r = router(node, **{"return": "lazy"})
+    await play(r)
+    for _ in range(5):
+        r.world.judge.read_failed(read_handle(json.dumps(_handle()).encode()))
+    await play(r, NEXT)
+    assert r.outcomes() == {"first_turn": 1, "breaker_open": 1}
+    freed = [json.loads(a.body) for a in node.asks if a.path == "/v1/completions"]
+    assert [f["kv_transfer_params"]["kvreturn"]["free"] for f in freed] == [True]
+    assert r.metric("frees_total", result="sent") == 1
+
+
+async def test_a_drain_lets_returns_end() -> None:
+    node = Node()
+    r = router(node)
+    node.gate.clear()
+    await play(r)
+    drain = asyncio.create_task(r.world.returns.drain(5))
+    await settled()
+    assert not drain.done()
+    node.gate.set()
+    await drain
+    assert results(r) == {"returned": 1}
+
+
+async def test_a_drain_does_not_wait_for_ever() -> None:
+    node = Node()
+    r = router(node)
+    node.gate.clear()
+    await play(r)
+    await asyncio.wait_for(r.world.returns.drain(0.01), 5)
+    assert r.world.returns.running == 0
