@@ -305,7 +305,7 @@ async def test_028_forbidden_headers_are_never_touched() -> None:
     headers = {"content-type": "application/json", "x-envoy-upstream-alt-stat-name": "x", "host": "llm.example"}
     for modes in ALL_MODES:
         for path in ("/v1/chat/completions", "/v1/responses", "/v1/models"):
-            envoy = await harness().play(Request(path, TURN.pieces, headers=headers), END, modes)
+            envoy = await harness().play(Request(path, [chat("Hi", input="Hi")], headers=headers), END, modes)
             assert envoy.upstream.headers
             assert headers.keys() <= envoy.upstream.headers.keys()
             assert envoy.upstream.headers[":authority"] == "llm.example"

@@ -93,7 +93,7 @@ async def test_events_longer_than_a_message_of_envoys(shipped: str, size: int, p
     text = b"".join(events)
     async with scripted(shipped) as (there, _, d):
         d.handler = streams(*cuts.by(30_011, text))
-        answer = await there.post(path, chat("Hi"))
+        answer = await there.post(path, chat("Hi", input="Hi"))
     assert digest(answer.body) == digest(without_members(text))
     assert "content-length" not in answer.headers
 

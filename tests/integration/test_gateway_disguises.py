@@ -129,5 +129,5 @@ async def test_no_header_steers_the_routing_or_reaches_a_node(shipped: str) -> N
     async with scripted(shipped, answer, answer) as (there, p, d):
         for path in (CHAT, "/v1/responses", "/v1/files"):
             assert (await there.post(path, dumps().encode(), **headers)).status == 200
-        assert (len(p.seen), len(d.seen)) == (1, 3)
+        assert (len(p.seen), len(d.seen)) == (2, 3)
         assert not [seen for seen in (*p.seen, *d.seen) if planted(seen)]

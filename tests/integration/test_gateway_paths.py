@@ -82,7 +82,7 @@ async def test_a_websocket_speaks_both_ways(shipped: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize", "/v1/chat/completions/"]
+    "path", ["/v1/embeddings", "/v1/messages/count_tokens", "/v1/responses/", "/tokenize", "/v1/chat/completions/"]
 )
 async def test_json_passes_byte_for_byte_less_transfer_parameters(shipped: str, path: str) -> None:
     body = b'{ "model":"m",  "input" :"\\u4f60\\/ 1.0e2" , "n": 1.00,"kv_transfer_params":{"a":[1]},"x":{"y":null} }'
@@ -98,8 +98,8 @@ async def test_json_passes_byte_for_byte_less_transfer_parameters(shipped: str, 
 async def test_error_answers_of_the_node_pass_as_they_are(shipped: str) -> None:
     refusal = b'{"error": {"message": "no", "type": "NotFoundError", "param": null, "code": 404}}\n'
     async with scripted(shipped, replies(refusal, 404)) as (there, _, _):
-        for path in (CHAT, "/v1/responses"):
-            answer = await there.post(path, chat("Hi", prompt="Hi"))
+        for path in (CHAT, "/v1/responses", "/v1/embeddings"):
+            answer = await there.post(path, chat("Hi", prompt="Hi", input="Hi"))
             assert (answer.status, answer.body) == (404, refusal)
 
 

@@ -68,7 +68,7 @@ def _prefill_batches(patch: Patch) -> None:
     read = Completions.read
 
     def changed(self: Completions, body: ObjectText, *, strict: bool) -> Prompt:
-        return replace(read(self, body, strict=strict), several=False)
+        return replace(read(self, body, strict=strict), alone=None)
 
     patch.setattr(Completions, "read", changed)
 

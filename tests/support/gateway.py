@@ -221,6 +221,7 @@ async def product(
     decodes: int = 1,
     timing: Timing = NO_TIMING,
     template: str = "plain",
+    store_responses: bool = False,
     change: Callable[[Json], object] = lambda _: None,
     **changes: Any,  # noqa: ANN401 - settings as YAML has them
 ) -> AsyncIterator[Product]:
@@ -232,13 +233,20 @@ async def product(
         decodes: number of decode nodes.
         timing: of the nodes.
         template: of the nodes.
+        store_responses: whether nodes keep responses.
         change: edits Envoy's bootstrap.
         changes: see `configuration`.
     """
 
     def node(role: Role, connector: ConnectorKind, *, cache: bool) -> SimNode:
         config = NodeConfig(
-            role=role, connector=connector, timing=timing, template=template, prefix_caching=cache, model="sim"
+            role=role,
+            connector=connector,
+            timing=timing,
+            template=template,
+            prefix_caching=cache,
+            store_responses=store_responses,
+            model="sim",
         )
         return SimNode(config)
 

@@ -1,10 +1,11 @@
-"""The official `openai` client, unmodified, before a server that sends it recorded bytes."""
+"""The official clients, unmodified, before a server that sends them recorded bytes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
+import anthropic
 import openai
 
 
@@ -23,16 +24,27 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def client_of(body: bytes) -> Iterator[openai.OpenAI]:
-    """A client to whom every request is answered with this stream of events."""
+def _server_of(body: bytes) -> Iterator[str]:
     handler = type("Handler", (_Handler,), {"body": body})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
-        base = f"http://127.0.0.1:{server.server_address[1]}/v1"
         try:
-            with openai.OpenAI(base_url=base, api_key="x", max_retries=0) as client:
-                yield client
+            yield f"http://127.0.0.1:{server.server_address[1]}"
         finally:
             server.shutdown()
             thread.join()
+
+
+@contextmanager
+def client_of(body: bytes) -> Iterator[openai.OpenAI]:
+    """A client to whom every request is answered with this stream of events."""
+    with _server_of(body) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+@contextmanager
+def anthropic_client_of(body: bytes) -> Iterator[anthropic.Anthropic]:
+    """The same, of the other API."""
+    with _server_of(body) as url, anthropic.Anthropic(base_url=url, api_key="x", max_retries=0) as client:
+        yield client

@@ -1,6 +1,6 @@
 """Takes the handle out of D's response as it passes, and collects what the client sees of the answer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvreturn.core.api.base import Answer
@@ -13,7 +13,7 @@ from kvreturn.core.strip import MemberStripper
 # Transfer parameters of the KV cache and of the encoder cache: both name nodes, neither is a client's business.
 HIDDEN = (PARAMS, "ec_transfer_params")
 _NEEDLES = tuple(b'"' + name.encode() + b'"' for name in HIDDEN)
-_NESTED = "response"  # /v1/responses has its object below this member in its events
+_NESTED = ("response", "message")  # events of /v1/responses and /v1/messages have the whole object below these
 _FOLD = 1 << 16  # bytes of events that are kept before they are parsed in one go
 _IDENTITY = {"id", "object", "created", "model", "choices", "system_fingerprint", "service_tier"}
 
@@ -135,7 +135,9 @@ class StreamCapture:
         if self._dropped and not event.raw.strip(b"\r\n"):
             return b""  # clients take a blank line too many for an empty event (field report 38)
         self._dropped = False
-        if event.data is None or not any(needle in event.data for needle in _NEEDLES):
+        if event.data is None:  # no event, but perhaps JSON that goes by the wrong name
+            return _strip_text(event.raw) if event.raw.lstrip().startswith(b"{") else event.raw
+        if not any(needle in event.data for needle in _NEEDLES):
             return event.raw
         try:
             stripped, handle = strip_body(event.data)
@@ -174,9 +176,17 @@ class BodyCapture:
         answer: collects the answer.
         limit: bytes up to which the body is parsed; a larger one goes on as it comes, without its handle.
         hides_ids: whether token ids were asked for that the client did not ask for.
+        refusal: for an error, which need not be JSON: makes of its body what the client may see.
     """
 
-    def __init__(self, answer: Answer, limit: int, *, hides_ids: bool = False) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        limit: int,
+        *,
+        hides_ids: bool = False,
+        refusal: Callable[[bytes], bytes] | None = None,
+    ) -> None:
         self.handle: bytes | None = None
         self.ids: TokenIds | None = None
         self.oversize = False
@@ -184,6 +194,7 @@ class BodyCapture:
         self._answer = answer
         self._limit = limit
         self._hides_ids = hides_ids
+        self._refusal = refusal
         self._body: bytearray | None = bytearray()
         self._begun = False
         self._open = 0  # braces, those in strings counted too
@@ -194,13 +205,16 @@ class BodyCapture:
         """See `Capture.decode`."""
         if self._stripper:
             return self._stripper.decode(data)
-        if self._body is None:
-            return data
+        if self._body is None:  # it was whole, and there is more
+            self._stripper = MemberStripper(HIDDEN, lines=True)
+            return self._stripper.decode(data)
         self._body += data
         if not self._begun:
             first = self._body.lstrip(b" \t\r\n")[:1]
-            if first and first != b"{":
-                return self._release()  # no JSON object: nothing to find
+            if first and first != b"{" and self._refusal is None:
+                # No JSON object. But it may be events, whatever their headers say.
+                self._stripper = MemberStripper(HIDDEN, lines=True)
+                return self._stripper.decode(self._release())
             self._begun = bool(first)
         if len(self._body) > self._limit:
             self.oversize = True
@@ -217,7 +231,10 @@ class BodyCapture:
         if self._stripper:
             return self._stripper.flush()
         whole = self._whole() if self._body else b""
-        return _strip_text(self._release()) if whole is None else whole
+        if whole is not None:
+            return whole
+        body = self._release()
+        return self._refusal(body) if self._refusal else _strip_text(body)
 
     def collect(self) -> None:
         """See `Capture.collect`. Nothing to do: the body is read when it is whole."""
@@ -242,11 +259,11 @@ class BodyCapture:
             self.handle = self.ids = None
             stripped = _strip_text(body)
         self._body = None
-        return stripped
+        return self._refusal(body) if self._refusal else stripped
 
 
 def strip_body(text: bytes) -> tuple[bytes, bytes | None]:
-    """Take the hidden members out of a JSON object, and out of its member `response`.
+    """Take the hidden members out of a JSON object, and out of its members `response` and `message`.
 
     Returns:
         The text without them; and the raw `kv_transfer_params` object, None if there was none.
@@ -256,11 +273,12 @@ def strip_body(text: bytes) -> tuple[bytes, bytes | None]:
     """
     body = ObjectText(text)
     handle = _as_object(body.get(PARAMS))
-    nested = body.get(_NESTED)
     put = {}
-    if nested is not None and _as_object(nested) and any(needle in nested for needle in _NEEDLES):
-        put[_NESTED], inner = strip_body(nested)
-        handle = handle or inner
+    for name in _NESTED:
+        nested = _as_object(body.get(name))
+        if nested is not None and any(needle in nested for needle in _NEEDLES):
+            put[name], inner = strip_body(nested)
+            handle = handle or inner
     return body.edit(drop=HIDDEN, put=put), handle
 
 

@@ -46,6 +46,11 @@ class Scope:
         first = _digest(self.key, self.tenant + b"\0" + canonical(root))
         return Trail(self.key, (first,)).extend(items)
 
+    def response_key(self, response_id: str) -> bytes:
+        """Where it is stored which node keeps a response."""
+        text = response_id.encode(errors="surrogatepass")
+        return b"r" + _digest(self.key, self.tenant + b"\0response\0" + text)
+
 
 @dataclass(frozen=True, slots=True)
 class Trail:

@@ -36,6 +36,8 @@ class Outcome(StrEnum):
     """The turn before had several choices or prompts, whose handle may belong to any of them."""
     DISABLED = "disabled"
     """`proof: off` for this model."""
+    DECODE_ALONE = "decode_alone"
+    """Only D can run this request; the detail says why: `previous_response_id`, `background`, `several_prompts`, ..."""
     READ_FAILED = "read_failed"
     """P failed the request that carried the handle; the turn was prefilled cold."""
     PREFILL_FAILED = "prefill_failed"

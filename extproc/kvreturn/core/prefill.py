@@ -6,12 +6,11 @@ from typing import Any
 
 from kvreturn.core import wire
 from kvreturn.core.address import is_local, split_address
-from kvreturn.core.api.base import Usage
-from kvreturn.core.capture import HIDDEN, strip_body
+from kvreturn.core.api.base import API, Usage
 from kvreturn.core.handle import PARAMS
 from kvreturn.core.jsontext import JSONTextError, ObjectText
 from kvreturn.core.ports import Failure, Refuse, Reply
-from kvreturn.core.strip import MemberStripper
+from kvreturn.core.refusal import strip_refusal
 
 _CLIENT_ERRORS = range(400, 500)
 _OK = 200
@@ -77,20 +76,12 @@ class PrefillError:
     failure: Failure | None = None
 
 
-def _stripped(body: bytes) -> bytes:
-    """P's refusal as the client may see it: a node that repeats its input would tell a handle."""
-    try:
-        return strip_body(body)[0]
-    except JSONTextError:
-        return MemberStripper(HIDDEN).decode(body)
-
-
-def read_prefill(reply: Reply) -> PrefillAnswer | PrefillError:
-    """Read the answer."""
+def read_prefill(reply: Reply, api: API) -> PrefillAnswer | PrefillError:
+    """Read the answer to a request of this API."""
     if reply.failure:
         return PrefillError(reply.node, reply.failure.value, failure=reply.failure)
     if reply.status in _CLIENT_ERRORS:
-        refusal = Refuse(reply.status, _stripped(reply.body), reply.content_type, reply.headers)
+        refusal = Refuse(reply.status, strip_refusal(reply.body, api, reply.status), reply.content_type, reply.headers)
         return PrefillError(reply.node, str(reply.status), refusal)
     if reply.status != _OK:
         return PrefillError(reply.node, str(reply.status))

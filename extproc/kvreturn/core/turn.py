@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from kvreturn.core.api.base import API, Answer, BadRequestError, Prompt, error_body, read_model
+from kvreturn.core.api.base import API, Answer, BadRequestError, Prompt, read_model
 from kvreturn.core.api.completions import Completions, prefill_tokens
 from kvreturn.core.attach import Attached, Objection, prove_with_tokens, read_tokens
 from kvreturn.core.capture import Capture
@@ -84,12 +84,12 @@ class Turn:
             self.prompt = self.api.read(self.body, strict=self.policy.strict)
         except (JSONTextError, BadRequestError) as e:
             self.facts.outcome = Outcome.REJECTED
-            return Refuse(400, error_body(f"kvreturn: {e}", "BadRequestError", 400))
+            return Refuse(400, self.api.error(f"kvreturn: {e}", "BadRequestError", 400))
         self.trail = self._scope.trail(self.prompt.root, self.prompt.items)
-        attached = yield from self._find()
-        if self.prompt.several:
-            self.facts.detail = "several_prompts"
+        if self.prompt.alone:
+            self.facts.outcome, self.facts.detail = Outcome.DECODE_ALONE, self.prompt.alone
             return self._alone()
+        attached = yield from self._find()
         return (yield from self._prefill(attached))
 
     def _find(self) -> Generator[Effect, Result, Attached | None]:
@@ -193,7 +193,8 @@ class Turn:
             return self._alone()
         status = 504 if answer.failure is Failure.TIMEOUT else 502
         message = f"kvreturn: no prefill node could process the request ({answer.reason}); try again later"
-        return Refuse(status, error_body(message, "GatewayTimeout" if status == 504 else "BadGateway", status))  # noqa: PLR2004
+        kind = "GatewayTimeout" if status == 504 else "BadGateway"  # noqa: PLR2004
+        return Refuse(status, self.api.error(message, kind, status))
 
     def _ask(
         self, attached: Attached | None, avoid: str | None, *, last: bool
@@ -214,7 +215,7 @@ class Turn:
             avoid=avoid,
             last=last,
         )
-        return read_prefill(_expect(Reply, (yield ask)))
+        return read_prefill(_expect(Reply, (yield ask)), self.api)
 
     def _forward(self, answer: PrefillAnswer, attached: Attached | None) -> Forward:
         assert self.prompt
@@ -297,6 +298,8 @@ class Turn:
         """
         if self._settled or self.trail is None or self.prompt is None or not self.policy.remembers:
             return None
+        if self.prompt.alone:
+            return None  # D kept nothing for us, and the items may be but a part of the prompt
         capture.collect()
         if self.answer.error or not (capture.handle or self.answer.finish_reasons):
             return None  # failed or cut off: it leaves nothing

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from functools import partial
 
 from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
     CommonResponse,
@@ -11,14 +12,14 @@ from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProtocolConfiguration,
 )
 from kvreturn.core.address import split_address
-from kvreturn.core.api import API
-from kvreturn.core.api.base import error_body
-from kvreturn.core.capture import open_capture
+from kvreturn.core.api import API, Responses
+from kvreturn.core.capture import BodyCapture, Capture, open_capture
 from kvreturn.core.ports import Refuse
+from kvreturn.core.refusal import strip_refusal
 from kvreturn.core.scrub import foreign_headers
 from kvreturn.core.turn import Turn
 from kvreturn.server.drive import drive, scrub
-from kvreturn.server.intake import is_json, refused_encoding, turn_api
+from kvreturn.server.intake import is_json, refused_encoding, stored_response, turn_api
 from kvreturn.server.messages import (
     CONTINUE_REQUEST_BODY,
     CONTINUE_REQUEST_TRAILERS,
@@ -36,12 +37,13 @@ from kvreturn.server.messages import (
     read_headers,
 )
 from kvreturn.server.record import TurnRecord
-from kvreturn.server.request import LateTrailersError, Mode, RequestSide, TooLargeError
+from kvreturn.server.request import LateTrailersError, Mode, RequestSide, TooLargeError, routed
 from kvreturn.server.response import ResponseSide, UnreadableEncodingError, content_decoder
 from kvreturn.server.world import World
 
 log = logging.getLogger("kvreturn")
 
+_OK, _ERRORS = 200, 400
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # What the P leg takes along from the client's request: credentials for vLLM's --api-key, and the trace.
 _PREFILL_HEADERS = ("authorization", "x-api-key", "traceparent", "tracestate")
@@ -62,6 +64,10 @@ class Exchange:
         self._response: ResponseSide | None = None
         self._turn: Turn | None = None
         self._record: TurnRecord | None = None
+        self._api: API = Responses()  # reads the response, and gives our own errors their shape
+        self._looks = False  # whether the response can have a handle in it: it is a turn's, or a stored one
+        self._stored: str | None = None  # the stored response that the client asks for
+        self._keeper: str | None = None  # the node that keeps this turn's response, until that is remembered
         self._route: str | None = None
         self._forwarded = False
         self._opened = False
@@ -93,7 +99,7 @@ class Exchange:
 
     def fail(self) -> list[Message]:
         """The answer where `handle` raised. There is none any more once `answering`."""
-        return self._answer(Refuse(500, error_body("kvreturn: internal error", "InternalServerError", 500)), "internal")
+        return self._refuse(500, "kvreturn: internal error", "InternalServerError", "internal")
 
     def close(self) -> None:
         """The stream has ended, for whatever reason."""
@@ -113,20 +119,25 @@ class Exchange:
     async def _request_headers(self, message: HttpHeaders) -> list[Message]:
         self._headers = read_headers(message.headers)
         api = turn_api(self._headers)
+        self._stored = None if api else stored_response(self._headers)
         changes = Headers(remove=foreign_headers(self._headers))
-        if message.end_of_stream or not (api or is_json(self._headers)):
+        bodiless = message.end_of_stream or not (api or is_json(self._headers))
+        if bodiless and self._stored is None:
             return self._leave(changes)
+        self._looks = (api or self._stored) is not None
+        if bodiless:
+            return [routed(self._outward(changes), self._metadata(await self._owner()))]
         request = RequestSide(self._config, self._world.settings.limits.request_bytes)
-        if not request.readable or (api and self._config.response_body_mode == Mode.NONE):
+        if not request.readable or (self._looks and self._config.response_body_mode == Mode.NONE):
             return self._refuse_setup()
         self._request = request
         if api:
             self._begin(api)
-        refusal = refused_encoding(self._headers)
+        refusal = refused_encoding(self._headers, self._api.error)
         if refusal:
             return self._answer(refusal, "encoding")
         return (
-            request.open(self._outward(changes), self._metadata(None))
+            request.open(self._outward(changes), self._metadata(await self._owner()))
             if request.routes_first
             else request.open(Headers(), [])
         )
@@ -147,6 +158,7 @@ class Exchange:
 
     def _begin(self, api: API) -> None:
         world = self._world
+        self._api = api
         self._turn = Turn(api, world.scope(self._headers), world.policy, world.judge)
         self._record = TurnRecord(world, self._turn)
 
@@ -156,7 +168,7 @@ class Exchange:
             "FULL_DUPLEX_STREAMED) and response bodies (STREAMED or FULL_DUPLEX_STREAMED); see `kvreturn envoy-config`"
         )
         log.error(text)
-        return self._answer(Refuse(500, error_body(text, "InternalServerError", 500)), "setup")
+        return self._refuse(500, text, "InternalServerError", "setup")
 
     async def _request_body(self, message: HttpBody) -> list[Message]:
         request = self._request
@@ -168,7 +180,7 @@ class Exchange:
         except TooLargeError:
             limit = self._world.settings.limits.request_bytes
             text = f"kvreturn: the request body is over {limit} bytes (limits.request_bytes)"
-            return self._answer(Refuse(413, error_body(text, "RequestEntityTooLarge", 413)), "too_large")
+            return self._refuse(413, text, "RequestEntityTooLarge", "too_large")
         return [*answers, *await self._proceed(request)]
 
     async def _request_trailers(self) -> list[Message]:
@@ -179,7 +191,7 @@ class Exchange:
             answers = request.end_by_trailers()
         except LateTrailersError:
             text = "kvreturn: requests with trailers need request_body_mode BUFFERED or FULL_DUPLEX_STREAMED"
-            return self._answer(Refuse(400, error_body(text, "BadRequestError", 400)), "trailers")
+            return self._refuse(400, text, "BadRequestError", "trailers")
         return [*answers, *await self._proceed(request)]
 
     async def _proceed(self, request: RequestSide) -> list[Message]:
@@ -197,13 +209,19 @@ class Exchange:
         changes = self._outward(Headers(remove=foreign_headers(self._headers)))
         if self._record:
             self._record.forwarded()
-        else:
+        elif not self._looks:
             self.over = not self._duplex
-        return request.forward(decision.body, changes, self._metadata(decision.decode_node))
+        return request.forward(decision.body, changes, self._metadata(decision.decode_node or await self._owner()))
+
+    async def _owner(self) -> str | None:
+        """The decode node that has what the request needs: a response, or a prompt that begins with one."""
+        prompt = self._turn.prompt if self._turn else None
+        name = prompt.stored if prompt else self._stored
+        return await self._world.owner(self._world.scope(self._headers), name) if name else None
 
     def _outward(self, changes: Headers) -> Headers:
-        """What changes in the headers of a request that we look at."""
-        if self._turn:
+        """What changes in the headers of a request whose response we look at."""
+        if self._looks:
             changes.set["x-request-id"] = self._world.new_id()
             # A compressed answer could not be looked into.
             changes.remove.append("accept-encoding")
@@ -211,13 +229,16 @@ class Exchange:
 
     def _metadata(self, prefer: str | None) -> list[tuple[str, str]]:
         """Choose the decode node, and tell Envoy."""
-        if self._turn is None:
+        if not self._looks:
             return []
         if self._route is None:
             self._route = self._world.decode.choose(prefer)
             if self._route:
                 self._world.decode.started(self._route, 1)
         return [(DECODE_NODE, self._route)] if self._route else []
+
+    def _refuse(self, status: int, text: str, kind: str, details: str) -> list[Message]:
+        return self._answer(Refuse(status, self._api.error(text, kind, status)), details)
 
     def _answer(self, refusal: Refuse, details: str) -> list[Message]:
         self.over = True
@@ -229,35 +250,44 @@ class Exchange:
     # --- response ---
 
     async def _response_headers(self, message: ProcessingRequest) -> list[Message]:
-        turn, record = self._turn, self._record
-        if turn is None or record is None:
+        if not self._looks:
             return [CONTINUE_RESPONSE_HEADERS]
         headers = read_headers(message.response_headers.headers)
-        record.responded(int(headers.get(":status", "0") or 0), self._answered_by(message))
+        status, node = int(headers.get(":status", "0") or 0), self._answered_by(message)
+        if self._record:
+            self._record.responded(status, node)
+            self._keeper = node if self._api.keeps and status == _OK else None
         changes = Headers(remove=foreign_headers(headers))
         try:
             decoder = content_decoder(headers.get("content-encoding", "").strip().lower())
         except UnreadableEncodingError as e:
             text = f"kvreturn: the decode node answered with content-encoding {e}, although none was accepted"
             log.warning(text)
-            return self._answer(Refuse(502, error_body(text, "BadGateway", 502)), "encoding")
+            return self._refuse(502, text, "BadGateway", "encoding")
         if decoder:
             changes.remove.append("content-encoding")
         mine = self._headers.get("x-request-id", "")
         if "x-request-id" in headers and _REQUEST_ID.fullmatch(mine):
             changes.set["x-request-id"] = mine
-        limits = self._world.settings.limits
-        capture = open_capture(
-            headers.get("content-type", "").lower(),
-            turn.answer,
-            event_bytes=limits.event_bytes,
-            response_bytes=limits.response_bytes,
-            hides_ids=turn.hides_ids,
-        )
+        capture = self._capture(headers.get("content-type", "").lower(), status)
         self._response = ResponseSide(self._config.response_body_mode, capture, decoder)
         if message.response_headers.end_of_stream:
             await self._settle(end=True)
         return [headers_answer(response=True, common=CommonResponse(header_mutation=changes.mutation()))]
+
+    def _capture(self, content_type: str, status: int) -> Capture:
+        limits = self._world.settings.limits
+        answer = self._turn.answer if self._turn else self._api.answer()
+        if status >= _ERRORS:
+            refusal = partial(strip_refusal, api=self._api, status=status)
+            return BodyCapture(answer, limits.response_bytes, refusal=refusal)
+        return open_capture(
+            content_type,
+            answer,
+            event_bytes=limits.event_bytes,
+            response_bytes=limits.response_bytes,
+            hides_ids=self._turn is not None and self._turn.hides_ids,
+        )
 
     def _answered_by(self, message: ProcessingRequest) -> str | None:
         """The node that answered: Envoy may have taken another one than ours, if that was down."""
@@ -270,7 +300,7 @@ class Exchange:
 
     async def _response_body(self, message: HttpBody) -> list[Message]:
         response = self._response
-        if response is None and self._turn:
+        if response is None and self._looks:
             return self._refuse_setup()  # its headers were not sent, so that nobody can tell how to read it
         if response is None:
             duplex = self._config.response_body_mode == Mode.FULL_DUPLEX_STREAMED
@@ -278,10 +308,20 @@ class Exchange:
         answers = response.body(message)
         if self._record:
             self._record.body()
+        if self._keeper:
+            await self._remember(self._keeper, response)
         # Stored before the client sees the event that ends its turn: it cannot ask again earlier.
         if response.capture.handle or message.end_of_stream:
             await self._settle(end=message.end_of_stream)
         return answers
+
+    async def _remember(self, keeper: str, response: ResponseSide) -> None:
+        """Remember who keeps the response as soon as its id has passed: from then on the client may ask for it."""
+        response.capture.collect()
+        name = self._turn.answer.id if self._turn else None
+        if name:
+            self._keeper = None
+            await self._world.set_owner(self._world.scope(self._headers), name, keeper)
 
     async def _response_trailers(self) -> list[Message]:
         if self._response is None:

@@ -67,7 +67,7 @@ class RequestSide:
     def open(self, headers: Headers | None = None, metadata: Metadata = ()) -> list[Message]:
         """The answer to the headers, as far as it is due before the body; `headers` count only if `routes_first`."""
         if self.routes_first:
-            return [_routed(headers or Headers(), metadata)]
+            return [routed(headers or Headers(), metadata)]
         return [CONTINUE_REQUEST_HEADERS] if self.mode == Mode.BUFFERED else []
 
     def add(self, data: bytes, *, end: bool) -> list[Message]:
@@ -117,7 +117,7 @@ class RequestSide:
                 header_mutation=headers.mutation(), body_mutation=replaced(body), clear_route_cache=True
             )
             return [with_metadata(body_answer(response=False, common=common), metadata)]
-        answers: list[Message] = [] if self.routes_first else [_routed(headers, metadata)]
+        answers: list[Message] = [] if self.routes_first else [routed(headers, metadata)]
         if self.mode == Mode.FULL_DUPLEX_STREAMED:
             answers += streamed(body, response=False, end=not self._trailers)
             return [*answers, CONTINUE_REQUEST_TRAILERS] if self._trailers else answers
@@ -125,6 +125,7 @@ class RequestSide:
         return [*answers, *[CLEAR_REQUEST_BODY] * self._owed, last]
 
 
-def _routed(headers: Headers, metadata: Metadata) -> Message:
+def routed(headers: Headers, metadata: Metadata) -> Message:
+    """The answer to request headers that changes them and names the node."""
     common = CommonResponse(header_mutation=headers.mutation(), clear_route_cache=True)
     return with_metadata(headers_answer(response=False, common=common), metadata)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvreturn.core import wire
+from kvreturn.core.api.completions import Completions
 from kvreturn.core.choice import Chooser, Fate, Moment
 from kvreturn.core.handle import HandleError, read_handle
 from kvreturn.core.outcome import Outcome
@@ -260,6 +261,6 @@ def _result(form: Form, reply: Reply, node: str) -> str:
         return "moved"
     if form is not Form.SEALED:
         return "returned"
-    answer = read_prefill(reply)
+    answer = read_prefill(reply, Completions())
     report: wire.Report | None = answer.report if isinstance(answer, PrefillAnswer) else None
     return "returned" if report and (report.read or report.reason == "local_hit") else "computed"

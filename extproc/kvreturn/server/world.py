@@ -25,6 +25,7 @@ from kvreturn.upstream.pool import Pool
 from kvreturn.upstream.pressure import PressureWatch
 
 log = logging.getLogger("kvreturn")
+_KEPT_RESPONSE = 24 * 3600.0  # seconds; vLLM keeps responses until it is restarted
 _CREDENTIALS = ("authorization", "x-api-key", "api-key")
 
 
@@ -34,10 +35,16 @@ def _new_id() -> str:
 
 @dataclass(slots=True)
 class World:
-    """Settings, and the live things made from them."""
+    """Settings, and the live things made from them.
+
+    Attributes:
+        store: what finished turns leave.
+        owners: which decode node keeps which response; records without a handle.
+    """
 
     settings: Settings
     store: SessionStore
+    owners: SessionStore
     prefill: Pool
     decode: Pool
     forms: Forms
@@ -64,6 +71,7 @@ class World:
         secret = settings.secret.get_secret_value().encode()
         prefill, decode = Pool(settings.pools.prefill, clock), Pool(settings.pools.decode, clock)
         store = MemoryStore(max_entries=settings.store.max_entries, max_bytes=settings.store.max_bytes, clock=clock)
+        owners = MemoryStore(max_entries=settings.store.max_entries, max_bytes=settings.store.max_bytes, clock=clock)
         metrics = Metrics(settings.models)
         forms, cost = Forms(), CostModel()
         judge = NodeJudge(decode, forms, cost, settings.breaker, clock)
@@ -78,6 +86,7 @@ class World:
         return cls(
             settings=settings,
             store=store,
+            owners=owners,
             prefill=prefill,
             decode=decode,
             forms=forms,
@@ -122,18 +131,34 @@ class World:
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """Take from the store, within its deadline."""
+        return await self._take(self.store, keys)
+
+    async def put(self, put: Put) -> bytes | None:
+        """Put into the store, within its deadline. Returns the ticket if it is there."""
+        return await self._put(self.store, put)
+
+    async def owner(self, scope: Scope, response_id: str) -> str | None:
+        """The decode node that keeps a response of this tenant, None if that is not known."""
+        record = (await self._take(self.owners, [scope.response_key(response_id)])).record
+        return record.decode_node if record else None
+
+    async def set_owner(self, scope: Scope, response_id: str, node: str) -> None:
+        """Remember which decode node keeps a response."""
+        record = Record(_KEPT_RESPONSE, decode_node=node)
+        await self._put(self.owners, Put([scope.response_key(response_id)], record))
+
+    async def _take(self, store: SessionStore, keys: Sequence[bytes]) -> Taken:
         try:
             async with asyncio.timeout(self.settings.store.deadline):
-                return await self.store.take(keys)
+                return await store.take(keys)
         except Exception as e:  # noqa: BLE001 - whatever the store does, the turn goes on
             self._store_failed("take", e)
             return Taken(None, Outcome.STORE_UNAVAILABLE)
 
-    async def put(self, put: Put) -> bytes | None:
-        """Put into the store, within its deadline. Returns the ticket if it is there."""
+    async def _put(self, store: SessionStore, put: Put) -> bytes | None:
         try:
             async with asyncio.timeout(self.settings.store.deadline):
-                return await self.store.put(put.keys, put.record)
+                return await store.put(put.keys, put.record)
         except Exception as e:  # noqa: BLE001 - as above
             self._store_failed("put", e)
             return None

@@ -27,13 +27,13 @@ async def chat(request: web.Request) -> web.StreamResponse:
     body.check()
     try:
         engine.check_alive()
-        turn = _prepare(request, engine, body)
+        turn = prepare(request, engine, body)
         if not body.stream:
-            return serving.json_response(await _whole(engine, turn))
+            return serving.json_response(await whole(engine, turn))
     except (ApiError, CancelledError):
         engine.reject(body.kv_transfer_params)
         raise
-    return await serving.stream(request, _chunks(engine, turn))
+    return await serving.stream(request, chunks(engine, turn))
 
 
 def render_chat(engine: Engine, body: ChatRequest | TokenizeChatRequest, options: Options) -> Prompt:
@@ -49,7 +49,12 @@ def options_of(body: ChatRequest | TokenizeChatRequest) -> Options:
     return Options(body.add_generation_prompt, body.continue_final_message, bool(thinks))
 
 
-def _prepare(request: web.Request, engine: Engine, body: ChatRequest) -> Turn:
+def prepare(request: web.Request, engine: Engine, body: ChatRequest) -> Turn:
+    """Make a turn of a checked request.
+
+    Raises:
+        ApiError: (400, 404) it cannot be run.
+    """
     config = engine.config
     serving.adapter_of(config, body.model)
     if body.choice_of_tool in ("auto", "required") and not config.tool_parser:
@@ -125,7 +130,8 @@ def _usage(engine: Engine, turn: Turn) -> Json:
     }
 
 
-def _cache_usage(engine: Engine, step: Step) -> Json | None:
+def cache_usage(engine: Engine, step: Step) -> Json | None:
+    """What was cached of the prompt; None if the node does not tell (`--enable-prompt-tokens-details`)."""
     if not engine.config.prompt_tokens_details:
         return None
     seq, caching = step.sequence, engine.config.prefix_caching
@@ -138,11 +144,12 @@ def _cache_usage(engine: Engine, step: Step) -> Json | None:
     }
 
 
-async def _whole(engine: Engine, turn: Turn) -> Json:
+async def whole(engine: Engine, turn: Turn) -> Json:
+    """Run a turn to its end; the answer in one piece."""
     body = turn.body
     assert isinstance(body, ChatRequest)
     steps = await serving.run(engine, turn)
-    usage = _usage(engine, turn) | {"prompt_tokens_details": _cache_usage(engine, steps[0])}
+    usage = _usage(engine, turn) | {"prompt_tokens_details": cache_usage(engine, steps[0])}
     choices = []
     for step, transcript in zip(steps, turn.transcripts, strict=True):
         choices.append(
@@ -203,7 +210,8 @@ def _logprob(token: int) -> Json:
 # --- streams ---
 
 
-async def _chunks(engine: Engine, turn: Turn) -> AsyncGenerator[Json, None]:
+async def chunks(engine: Engine, turn: Turn) -> AsyncGenerator[Json, None]:
+    """Run a turn; the answer in chunks."""
     body = turn.body
     assert isinstance(body, ChatRequest)
     head = {"id": turn.id, "object": "chat.completion.chunk", "created": turn.created, "model": turn.model}
@@ -214,7 +222,7 @@ async def _chunks(engine: Engine, turn: Turn) -> AsyncGenerator[Json, None]:
         async for step in steps:
             if not started:
                 started = True
-                cache = _cache_usage(engine, step)
+                cache = cache_usage(engine, step)
                 for chunk in _role_chunks(engine, turn, head):
                     yield chunk
             produced[step.job] += 1
@@ -236,15 +244,15 @@ def _role_chunks(engine: Engine, turn: Turn, head: Json) -> list[Json]:
     """What every choice begins with: its role."""
     body = turn.body
     assert isinstance(body, ChatRequest)
-    chunks = []
+    out = []
     for i in range(len(turn.jobs)):
         delta = {"role": "assistant", "content": ""}
         chunk = head | {"choices": [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}]}
         if body.continuous_usage:
             chunk["usage"] = _running_usage(engine, turn, 0)
         tokens = turn.jobs[0].prompt.tokens if body.return_token_ids else None
-        chunks.append(chunk | {"prompt_token_ids": tokens, "prompt_text": None})
-    return chunks
+        out.append(chunk | {"prompt_token_ids": tokens, "prompt_text": None})
+    return out
 
 
 def _chunk(body: ChatRequest, transcript: Transcript, step: Step) -> Json | None:

@@ -76,6 +76,7 @@ class NodeConfig:
         tool_parser: vLLM's `--enable-auto-tool-choice --tool-call-parser`; without it tools with `tool_choice` `auto`
             or `required` are refused.
         prompt_tokens_details: vLLM's `--enable-prompt-tokens-details`.
+        store_responses: vLLM's `VLLM_ENABLE_RESPONSES_API_STORE`.
         bidirectional: vLLM's `bidirectional_kv_xfer`.
         load_failure_policy: vLLM's `kv_load_failure_policy`.
         recompute_threshold: vLLM's `kv_recompute_threshold`, tokens.
@@ -104,6 +105,7 @@ class NodeConfig:
     prefix_caching: bool = True
     tool_parser: bool = True
     prompt_tokens_details: bool = True
+    store_responses: bool = False
     bidirectional: bool = True
     load_failure_policy: Literal["fail", "recompute"] = "fail"
     recompute_threshold: int = 64

@@ -12,6 +12,7 @@ from kvreturn.sim.completions import completions
 from kvreturn.sim.engine import DroppedError
 from kvreturn.sim.errors import ApiError
 from kvreturn.sim.faults import Handler, inject
+from kvreturn.sim.messages import messages
 from kvreturn.sim.metrics import exposition
 from kvreturn.sim.protocol import (
     DetokenizeRequest,
@@ -20,6 +21,7 @@ from kvreturn.sim.protocol import (
     parse_json,
     validate,
 )
+from kvreturn.sim.responses import cancel, responses, retrieve
 from kvreturn.sim.serving import NODE
 from kvreturn.sim.tokenizer import decode, encode
 
@@ -35,6 +37,10 @@ def application() -> web.Application:
         [
             web.post("/v1/chat/completions", chat),
             web.post("/v1/completions", completions),
+            web.post("/v1/messages", messages),
+            web.post("/v1/responses", responses),
+            web.get("/v1/responses/{id}", retrieve),
+            web.post("/v1/responses/{id}/cancel", cancel),
             web.post("/tokenize", _tokenize),
             web.post("/detokenize", _detokenize),
             web.get("/v1/models", _models),

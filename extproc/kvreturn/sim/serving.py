@@ -228,8 +228,7 @@ def cut(request: web.Request) -> web.Response:
 
 async def stream(request: web.Request, events: AsyncGenerator[Json, None]) -> web.StreamResponse:
     """Answer with a `text/event-stream`; an error after the first byte becomes an event."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
-    await response.prepare(request)
+    response = await _begin_stream(request)
     try:
         async with aclosing(events):
             async for event in events:
@@ -239,4 +238,23 @@ async def stream(request: web.Request, events: AsyncGenerator[Json, None]) -> we
         await response.write(f"data: {json.dumps(error.body())}\n\n".encode())
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
+    return response
+
+
+async def stream_named(request: web.Request, events: AsyncGenerator[Json, None]) -> web.StreamResponse:
+    """The same for events that have names, their types. They end without a mark, and an error breaks them off."""
+    response = await _begin_stream(request)
+    try:
+        async with aclosing(events):
+            async for event in events:
+                await response.write(b"event: %b\ndata: %b\n\n" % (event["type"].encode(), dumps(event)))
+    except ApiError:
+        return cut(request)
+    await response.write_eof()
+    return response
+
+
+async def _begin_stream(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
     return response

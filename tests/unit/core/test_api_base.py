@@ -10,11 +10,11 @@ from kvreturn.core.api.base import (
     Usage,
     error_body,
     read_common,
-    read_index,
     read_model,
     shaping,
     shaping_names,
 )
+from kvreturn.core.api.choices import read_index
 from kvreturn.core.jsontext import ObjectText
 from support.turns import Json, compact
 
@@ -24,7 +24,12 @@ def text(obj: Json | bytes) -> ObjectText:
 
 
 def test_each_api_has_its_path() -> None:
-    assert {api.name: api.path for api in APIS} == {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+    assert {api.name: api.path for api in APIS} == {
+        "chat": "/v1/chat/completions",
+        "completions": "/v1/completions",
+        "responses": "/v1/responses",
+        "messages": "/v1/messages",
+    }
 
 
 # --- requests ---

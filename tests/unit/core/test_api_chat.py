@@ -511,6 +511,53 @@ def test_a_real_answer_comes_back_as_the_client_replays_it(path: Path) -> None:
     assert answer.finish_reasons == {0: "length"}
 
 
+# --- continued messages ---
+
+BEGUN: list[tuple[Any, Json, Json | None]] = [
+    ("Well, ", {}, says("Well, 4")),
+    ([{"type": "text", "text": "Well, "}], {}, says("Well, 4")),
+    (None, {}, says("4")),
+    ("Well, ", {"echo": True}, says("4")),  # the answer has all of it then
+    ([{"type": "image_url", "image_url": {"url": "u"}}], {}, None),
+]
+
+
+@pytest.mark.parametrize(("begun", "more", "replayed"), BEGUN)
+def test_a_continued_message_is_replayed_as_one(begun: Any, more: Json, replayed: Json | None) -> None:  # noqa: ANN401
+    messages = [USER, {"role": "assistant", "content": begun}]
+    body = body_of(*messages, continue_final_message=True, add_generation_prompt=False, **more)
+    answer = CHAT.answer()
+    answer.read({"choices": [{"index": 0, "message": {"role": "assistant", "content": "4"}}]}, stream=False)
+    prompt = CHAT.read(body, strict=False)
+    trail = CHAT.extend(SCOPE.trail(prompt.root, prompt.items), body, answer, strict=False)
+    assert CHAT.extend(SCOPE.trail(prompt.root, prompt.items), body, answer, strict=True) is None
+    if replayed is None:
+        assert trail is None
+        return
+    following = read(USER, replayed, USER)
+    assert trail
+    assert trail.turn_key() in SCOPE.trail(following.root, following.items).candidates()
+
+
+# --- parts that are no text ---
+
+MEDIA: list[tuple[Json, Json]] = [
+    ({"type": "image_url", "image_url": {"url": "https://x/a.png"}}, {"image_url": {"url": "https://x/b.png"}}),
+    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, {"image_url": {"url": "data:,A"}}),
+    ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, {"input_audio": {"data": "AAAB"}}),
+    ({"type": "video_url", "video_url": {"url": "https://x/a.mp4"}}, {"video_url": {"url": "https://x/b.mp4"}}),
+    ({"type": "image_url", "image_url": {"url": "u"}, "uuid": "1"}, {"uuid": "2"}),
+]
+
+
+@pytest.mark.parametrize(("part", "change"), MEDIA)
+def test_media_are_told_apart_and_their_prompts_are_not_passed_as_token_ids(part: Json, change: Json) -> None:
+    text = {"type": "text", "text": "What is it?"}
+    one, other = (read({"role": "user", "content": [text, p]}) for p in (part, part | change))
+    assert one.items != other.items
+    assert (one.passes_ids, one.tokenizable) == (False, False)
+
+
 # --- the same as the official client ---
 
 

@@ -74,7 +74,7 @@ def test_several_prompts_in_one_request_are_never_followed(prompt: object) -> No
     assert read_prompt.tokens is None
     assert not read_prompt.tokenizable
     assert isinstance(prompt, list)
-    assert read_prompt.several == (len(prompt) > 1)
+    assert read_prompt.alone == ("several_prompts" if len(prompt) > 1 else None)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from kvreturn.core.api import Chat
 from kvreturn.core.ports import Failure, Refuse, Reply
 from kvreturn.core.prefill import PrefillAnswer, PrefillError, read_prefill
 from kvreturn.core.wire import Report
@@ -10,12 +11,16 @@ from support import corpus
 from support.turns import P1, Json, compact, p_error, p_params, p_reply, p_silent
 
 
+def read(reply: Reply) -> PrefillAnswer | PrefillError:
+    return read_prefill(reply, Chat())
+
+
 def reply_with(params: Any, **body: Any) -> Reply:  # noqa: ANN401 - JSON
     return Reply(P1, 200, compact({"kv_transfer_params": params, **body}))
 
 
 def test_an_answer_is_read() -> None:
-    answer = read_prefill(p_reply(prompt_tokens=209))
+    answer = read(p_reply(prompt_tokens=209))
     assert isinstance(answer, PrefillAnswer)
     assert answer.node == P1
     assert answer.params == compact(p_params())
@@ -27,7 +32,7 @@ def test_an_answer_is_read() -> None:
 def test_real_answers_are_read_and_params_kept_byte_for_byte(path: Any) -> None:  # noqa: ANN401 - a path
     text = path.read_bytes()
     expected = json.loads(text)
-    answer = read_prefill(Reply("10.0.0.1:8100", 200, text))
+    answer = read(Reply("10.0.0.1:8100", 200, text))
     assert isinstance(answer, PrefillAnswer)
     assert json.loads(answer.params) == expected["kv_transfer_params"] | {"remote_host": "10.0.0.1"}  # was 127.0.0.1
     assert answer.params.replace(b"10.0.0.1", b"127.0.0.1") in text
@@ -37,7 +42,7 @@ def test_real_answers_are_read_and_params_kept_byte_for_byte(path: Any) -> None:
 
 def test_unknown_members_and_odd_spacing_reach_d_as_they_are() -> None:
     params = b'{ "do_remote_prefill" : true,\n"x_future":{"a":[1.50]}, "remote_host":"10.0.0.1","n":1e2 }'
-    answer = read_prefill(Reply(P1, 200, b'{"kv_transfer_params":' + params + b"}"))
+    answer = read(Reply(P1, 200, b'{"kv_transfer_params":' + params + b"}"))
     assert isinstance(answer, PrefillAnswer)
     assert answer.params == params
 
@@ -59,27 +64,27 @@ def test_unknown_members_and_odd_spacing_reach_d_as_they_are() -> None:
 def test_fr80_a_host_that_names_no_machine_to_d_becomes_the_node_that_answered(
     host: str, node: str | None, expected: str
 ) -> None:
-    answer = read_prefill(Reply(node, 200, compact({"kv_transfer_params": p_params(remote_host=host)})))
+    answer = read(Reply(node, 200, compact({"kv_transfer_params": p_params(remote_host=host)})))
     assert isinstance(answer, PrefillAnswer)
     assert json.loads(answer.params) == p_params(remote_host=expected)
 
 
 @pytest.mark.parametrize("host", [None, 5, ["localhost"]])
 def test_a_host_that_is_no_text_is_left_alone(host: object) -> None:
-    answer = read_prefill(reply_with(p_params(remote_host=host)))
+    answer = read(reply_with(p_params(remote_host=host)))
     assert isinstance(answer, PrefillAnswer)
     assert answer.params == compact(p_params(remote_host=host))
 
 
 def test_the_report_is_read() -> None:
-    answer = read_prefill(p_reply({"proven": 160, "read": 128, "local": 32, "reason": "local_hit"}))
+    answer = read(p_reply({"proven": 160, "read": 128, "local": 32, "reason": "local_hit"}))
     assert isinstance(answer, PrefillAnswer)
     assert answer.report == Report(160, 128, 32, "local_hit")
 
 
 @pytest.mark.parametrize("report", [{"v": 2}, {"read": -1}, {"proven": "many"}])
 def test_a_report_that_cannot_be_read_is_none(report: Json) -> None:
-    answer = read_prefill(p_reply(report))
+    answer = read(p_reply(report))
     assert isinstance(answer, PrefillAnswer)
     assert answer.report is None
 
@@ -98,7 +103,7 @@ def test_a_report_that_cannot_be_read_is_none(report: Json) -> None:
     ],
 )
 def test_usage_counts_only_what_is_a_count(usage: object, prompt: int | None, cached: int | None) -> None:
-    answer = read_prefill(reply_with(p_params(), usage=usage))
+    answer = read(reply_with(p_params(), usage=usage))
     assert isinstance(answer, PrefillAnswer)
     assert (answer.usage.prompt, answer.usage.cached) == (prompt, cached)
 
@@ -129,7 +134,7 @@ def test_usage_counts_only_what_is_a_count(usage: object, prompt: int | None, ca
     ],
 )
 def test_how_p_fails(reply: Reply, reason: str) -> None:
-    answer = read_prefill(reply)
+    answer = read(reply)
     assert isinstance(answer, PrefillError)
     assert (answer.node, answer.reason, answer.refusal, answer.failure) == (reply.node, reason, None, reply.failure)
 
@@ -137,7 +142,7 @@ def test_how_p_fails(reply: Reply, reason: str) -> None:
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 429, 499])
 def test_a_4xx_is_the_requests_fault_and_goes_on_as_p_sent_it(status: int) -> None:
     body = b'{"error":{"message":"prompt is too long","code":400}} '
-    answer = read_prefill(Reply(P1, status, body, "application/problem+json"))
+    answer = read(Reply(P1, status, body, "application/problem+json"))
     assert isinstance(answer, PrefillError)
     assert answer.reason == str(status)
     assert answer.refusal == Refuse(status, body, "application/problem+json")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvreturn.core.api import Completions
+from kvreturn.core.api import Completions, Responses
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.policy import Policy
 from kvreturn.core.ports import Ask, Awaited, Failure, Forward, Put, Record, Refuse, Reply, Take, Taken
@@ -204,6 +204,12 @@ case(
     Outcome.UNPROVEN,
     by_router(d_handle(), tokenized(LONGER), p_reply(prompt_tokens=201)),
     "tokenize_mismatch",
+)
+case(
+    "what it begins with is stored at D",
+    Outcome.DECODE_ALONE,
+    Drive({"model": "m", "input": "Hi", "previous_response_id": "resp_1"}, [], api=Responses()),
+    "previous_response_id",
 )
 case("trusted", Outcome.HIT, Drive(NEXT, [found(d_handle(proof=False)), p_reply()], TRUSTED))
 
@@ -774,16 +780,15 @@ def test_completions_are_found_by_their_text() -> None:
 def test_several_prompts_go_to_d_alone(policy: Policy) -> None:
     # P would answer with the handle of one of them, and D would load its blocks for each.
     body = {"model": "m", "prompt": ["word " * 200, "b"]}
-    drive = Drive(body, [] if policy is OFF else [Taken()], policy, Completions())
+    drive = Drive(body, [], policy, Completions())
     assert drive.asks == []
     assert drive.d_body == body
-    assert drive.facts.detail == "several_prompts"
+    assert (drive.facts.outcome, drive.facts.detail) == (Outcome.DECODE_ALONE, "several_prompts")
     assert drive.facts.fallback
 
 
 def test_completions_with_several_prompts_leave_nothing() -> None:
-    drive = Drive({"model": "m", "prompt": ["word " * 200, "b"]}, [Taken()], api=Completions())
-    assert drive.keys == []
+    drive = Drive({"model": "m", "prompt": ["word " * 200, "b"]}, [], api=Completions())
     assert (
         stored(
             drive, {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}], "kv_transfer_params": d_handle()}

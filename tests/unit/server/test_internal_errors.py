@@ -172,7 +172,7 @@ MESSAGES = [
     *(
         headers_message("request", {":method": method, ":path": path}, end=end)
         for method in ("POST", "GET")
-        for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+        for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
         for end in (False, True)
     ),
     *(

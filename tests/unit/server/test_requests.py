@@ -66,13 +66,13 @@ async def test_a_request_without_a_body_is_answered_at_once(modes: Modes) -> Non
 
 
 SCRUBBED = [
-    ("/v1/responses", "application/json"),
-    ("/v1/responses", None),  # FastAPI takes a body without a content-type for JSON
-    ("/v1/messages", "application/json; charset=utf-8"),
+    ("/v1/embeddings", "application/json"),
+    ("/v1/embeddings", None),  # FastAPI takes a body without a content-type for JSON
+    ("/v1/messages/count_tokens", "application/json; charset=utf-8"),
     ("/v1/embeddings", "application/vnd.api+json"),
     ("/v1/chat/completions/", "application/json"),
-    ("/v1/responses", "Application/JSON"),  # vLLM compares without case
-    ("/v1/responses", ""),
+    ("/v1/embeddings", "Application/JSON"),  # vLLM compares without case
+    ("/v1/embeddings", ""),
     ("/tokenize", "application/json"),
 ]
 
@@ -97,7 +97,7 @@ async def test_json_is_scrubbed_whatever_the_method(method: str) -> None:
 
 
 @pytest.mark.parametrize("modes", ALL_MODES, ids=str)
-@pytest.mark.parametrize(("path", "outcomes"), [("/v1/chat/completions", {"rejected": 1}), ("/v1/responses", {})])
+@pytest.mark.parametrize(("path", "outcomes"), [("/v1/chat/completions", {"rejected": 1}), ("/v1/embeddings", {})])
 @pytest.mark.parametrize("encoding", ["gzip", "br", "GZIP, identity", "unheard-of"])
 async def test_a_compressed_body_cannot_be_read_and_is_refused(
     modes: Modes, path: str, outcomes: dict[str, int], encoding: str
@@ -132,13 +132,13 @@ async def test_a_compressed_upload_is_none_of_our_business() -> None:
 @pytest.mark.parametrize("modes", ALL_MODES, ids=str)
 async def test_json_that_holds_no_parameters_passes_even_if_it_is_malformed(modes: Modes) -> None:
     """What is wrong with it is for the node to say."""
-    envoy = await harness().play(Request("/v1/responses", [b'{"input": ']), SSE, modes)
+    envoy = await harness().play(Request("/v1/embeddings", [b'{"input": ']), SSE, modes)
     assert envoy.upstream.body == b'{"input": '
 
 
 @pytest.mark.parametrize("modes", ALL_MODES, ids=str)
 async def test_json_that_hides_parameters_and_cannot_be_read_is_refused(modes: Modes) -> None:
-    envoy = await harness().play(Request("/v1/responses", [b'{"kv_transfer_params": {']), SSE, modes)
+    envoy = await harness().play(Request("/v1/embeddings", [b'{"kv_transfer_params": {']), SSE, modes)
     assert envoy.client.status == 400
     assert json.loads(envoy.client.body)["error"]["type"] == "BadRequestError"
     assert envoy.client.headers
@@ -180,7 +180,7 @@ async def test_a_turn_that_cannot_be_read_is_refused_before_the_prefill_leg(
     assert router.outcomes() == {"rejected": 1}
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
 @pytest.mark.parametrize("modes", ALL_MODES, ids=str)
 async def test_a_body_over_the_limit_is_refused_while_it_grows(modes: Modes, path: str) -> None:
     router = harness(limits={"request_bytes": 1000})
@@ -216,7 +216,7 @@ async def test_nothing_that_steers_routing_comes_from_a_client() -> None:
         assert {n for n in envoy.upstream.headers if n.startswith("x-")} == {"x-custom", "x-request-id"}
         assert "accept-encoding" not in envoy.upstream.headers
         assert envoy.upstream.node == "10.0.0.2:8200"
-    for path in ("/v1/models", "/v1/responses"):
+    for path in ("/v1/models", "/v1/embeddings"):
         envoy = await router.play(Request(path, [b"{}"], headers=sent), SSE)
         assert envoy.upstream.headers
         assert {n for n in envoy.upstream.headers if n.startswith("x-")} == {"x-custom"}

@@ -254,7 +254,7 @@ async def converse(router: Harness) -> None:
     await play(b'{"planted": ')
     await play(b'{"messages": "planted"}')
     await play(b'{"messages": [{"role": "planted", "content": "planted"}], "model": ["planted"]}')
-    await play(b'{"kv_transfer_params": {"planted"', path="/v1/responses")
+    await play(b'{"kv_transfer_params": {"planted"', path="/v1/embeddings")
     await play(chat("planted"), Response([b'{"error": {"message": "planted evil"}}'], 400, {"content-type": "a/b"}))
     await play(chat("planted"), Response([b'data: {"error": {"message": "planted", "code": 7}}\n\n']))
     await play(chat("planted"), Response([b"planted"], headers={"content-encoding": "gzip", "content-type": "a/b"}))

@@ -2,12 +2,15 @@
 
 import abc
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from kvreturn.core.fingerprint import Trail
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
+
+_MAX_ITEMS = 50_000
+_APART = ("cache_read_input_tokens", "cache_creation_input_tokens")
 
 
 class BadRequestError(ValueError):
@@ -30,7 +33,8 @@ class Prompt:
         passes_ids: whether D takes P's token ids in place of its own tokenizing (vLLM 0.32.0: chat without media).
         identifiable: whether vLLM's answers name the prompt's token ids if asked (`return_token_ids`), and they are all
             that it depends on.
-        several: whether there are several prompts. P's handle is that of one, and D would load its blocks for all.
+        alone: why only D can run the request, in one word; None if P can do its leg.
+        stored: id of the response that the prompt begins with, where that is stored at a node.
     """
 
     model: str
@@ -43,7 +47,8 @@ class Prompt:
     tokens: Sequence[int] | None = None
     passes_ids: bool = False
     identifiable: bool = False
-    several: bool = False
+    alone: str | None = None
+    stored: str | None = None
 
 
 @dataclass(slots=True)
@@ -55,16 +60,20 @@ class Usage:
     cached: int | None = None
 
     def read(self, obj: Any) -> None:  # noqa: ANN401 - JSON
-        """Take what an OpenAI `usage` object says; keep what it does not."""
+        """Take what a `usage` object says; keep what it does not.
+
+        Chat and completions count `prompt_tokens`, Responses and Messages `input_tokens`. Messages alone leaves out of
+        it what was cached, and counts that beside it.
+        """
         if not isinstance(obj, dict):
             return
-        details = obj.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        for name, value in (
-            ("prompt", obj.get("prompt_tokens")),
-            ("completion", obj.get("completion_tokens")),
-            ("cached", cached),
-        ):
+        details = obj.get("prompt_tokens_details", obj.get("input_tokens_details"))
+        cached = details.get("cached_tokens") if isinstance(details, dict) else obj.get("cache_read_input_tokens")
+        prompt = obj.get("prompt_tokens", obj.get("input_tokens"))
+        if type(prompt) is int:
+            prompt += sum(n for n in (obj.get(name) for name in _APART) if type(n) is int)
+        completion = obj.get("completion_tokens", obj.get("output_tokens"))
+        for name, value in (("prompt", prompt), ("completion", completion), ("cached", cached)):
             if type(value) is int:
                 setattr(self, name, value)
 
@@ -77,32 +86,23 @@ class Answer(abc.ABC):
         usage: as far as the response tells.
         finish_reasons: by choice index.
         error: type or code of an error that came inside a response with status 200, or None.
+        id: of the response, in APIs whose responses can be asked for later.
     """
 
     usage: Usage = field(default_factory=Usage)
     finish_reasons: dict[int, str] = field(default_factory=dict)
     error: str | None = None
+    id: str | None = None
 
+    @abc.abstractmethod
     def read(self, obj: Mapping[str, Any], *, stream: bool) -> None:
         """Take a response body (`stream` False) or one chunk of a stream."""
-        error = obj.get("error")
+
+    def read_error(self, error: Any) -> None:  # noqa: ANN401 - JSON
+        """Take an `error` object; nothing and null are none."""
         if error:
             code = error.get("code") or error.get("type") if isinstance(error, Mapping) else None
             self.error = str(code or "error")
-        self.usage.read(obj.get("usage"))
-        choices = obj.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
-            if not isinstance(choice, Mapping):
-                continue
-            index = read_index(choice, 0)
-            if isinstance(choice.get("finish_reason"), str):
-                self.finish_reasons[index] = choice["finish_reason"]
-            if index == 0:
-                self.read_choice(choice, stream=stream)
-
-    @abc.abstractmethod
-    def read_choice(self, choice: Mapping[str, Any], *, stream: bool) -> None:
-        """Take what one body or chunk says of the first choice."""
 
     @abc.abstractmethod
     def items(self, *, strict: bool) -> Sequence[bytes] | None:
@@ -113,12 +113,22 @@ class Answer(abc.ABC):
         """
 
 
-class API(Protocol):
-    """An adapter. Stateless."""
+class API(abc.ABC):
+    """An adapter. Stateless.
 
-    name: str
-    path: str
+    Attributes:
+        name: for metrics and logs.
+        path: of its requests.
+        tokenize: members of a request that vLLM's `/tokenize` takes too.
+        keeps: whether nodes may keep responses, to be asked for by their id.
+    """
 
+    name: ClassVar[str]
+    path: ClassVar[str]
+    tokenize: ClassVar[Collection[str]] = ()
+    keeps: ClassVar[bool] = False
+
+    @abc.abstractmethod
     def read(self, body: ObjectText, *, strict: bool) -> Prompt:
         """Read a request.
 
@@ -132,6 +142,7 @@ class API(Protocol):
             BadRequestError: the prompt is missing or has no shape the API knows.
         """
 
+    @abc.abstractmethod
     def prefill_body(self, body: ObjectText, params: bytes, *, ids: bool) -> bytes:
         """The P leg's body: same prompt, one token, not streamed, with `params` as `kv_transfer_params`.
 
@@ -142,19 +153,28 @@ class API(Protocol):
         """
 
     def tokenize_body(self, body: ObjectText) -> bytes:
-        """Body for vLLM's `/tokenize` that renders the same prompt."""
+        """Body for vLLM's `/tokenize` that renders the same prompt; only if `Prompt.tokenizable`."""
+        return body.without({m.name for m in body.members} - set(self.tokenize))
 
     def extend(self, prompt: Trail, body: ObjectText, answer: Answer, *, strict: bool) -> Trail | None:
         """The trail of the prompt with its answer, as the next request will have it. None if it cannot be known."""
+        del body
+        items = answer.items(strict=strict)
+        return None if items is None else prompt.extend(items)
 
+    @abc.abstractmethod
     def answer(self) -> Answer:
         """An empty answer to collect into."""
+
+    def error(self, message: str, kind: str, code: int) -> bytes:
+        """A JSON body in the API's error shape: the OpenAI API's, if it has none of its own."""
+        return error_body(message, kind, code)
 
 
 def prefill_edit(
     body: ObjectText, params: bytes, limits: Sequence[str], more: Mapping[str, bytes] | None = None
 ) -> bytes:
-    """What all OpenAI APIs have in common on the P leg (protocol.md, "One turn, on the wire", 1).
+    """What all APIs have in common on the P leg (protocol.md, "One turn, on the wire", 1).
 
     Args:
         body: the client's body.
@@ -191,6 +211,7 @@ NOT_SHAPING = frozenset(
         *("return_tokens_as_token_ids", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
         *("parallel_tool_calls", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "allowed_token_ids"),
         *("bad_words", "repetition_detection", "thinking_token_budget"),
+        *("max_output_tokens", "max_tool_calls", "include", "stop_sequences", "session_id"),
     }
 )
 
@@ -207,7 +228,7 @@ def shaping(body: ObjectText, besides: Sequence[str]) -> dict[str, Any]:
 
 def read_model(body: ObjectText) -> str:
     """The request's `model`; empty where it names none, as vLLM then takes its own."""
-    model = _load(body, "model")
+    model = load(body, "model")
     if model is not None and not isinstance(model, str):
         raise BadRequestError("`model` must be a string")
     return model or ""
@@ -215,16 +236,29 @@ def read_model(body: ObjectText) -> str:
 
 def read_common(body: ObjectText) -> tuple[int, bool]:
     """Number of choices asked for, and whether the answer is streamed."""
-    choices = max(_count(_load(body, name)) for name in ("n", "best_of"))
-    if _load(body, "use_beam_search"):
+    choices = max(_count(load(body, name)) for name in ("n", "best_of"))
+    if load(body, "use_beam_search"):
         choices = max(choices, 2)
-    return choices, _load(body, "stream") is True
+    return choices, load(body, "stream") is True
 
 
-def read_index(obj: Mapping[str, Any], default: int) -> int:
-    """The member `index`, or the default where there is no number."""
-    index = obj.get("index")
-    return index if type(index) is int else default
+def read_list(body: ObjectText, name: str, also: str = "") -> list[dict[str, Any]]:
+    """The list of objects that makes the prompt.
+
+    Args:
+        body: the request.
+        name: of the member.
+        also: what else it may be, for the error's text.
+
+    Raises:
+        BadRequestError: it is missing, empty, too long, or no list of objects.
+    """
+    value = load(body, name)
+    if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
+        raise BadRequestError(f"`{name}` must be {also}a list of at least one object")
+    if len(value) > _MAX_ITEMS:
+        raise BadRequestError(f"`{name}` holds {len(value)} objects; at most {_MAX_ITEMS} are taken")
+    return value
 
 
 def error_body(message: str, kind: str, code: int) -> bytes:
@@ -239,7 +273,12 @@ def _count(value: Any) -> int:  # noqa: ANN401 - JSON
     return 1 if value is None else 2  # vLLM also takes "3" and 3.0 for 3; what it makes of them is not ours to guess
 
 
-def _load(body: ObjectText, name: str) -> Any:  # noqa: ANN401 - JSON
+def load(body: ObjectText, name: str) -> Any:  # noqa: ANN401 - JSON
+    """A member of a request, None where it is absent.
+
+    Raises:
+        BadRequestError: it is no JSON that can be read.
+    """
     raw = body.get(name)
     try:
         return None if raw is None else loads(raw)

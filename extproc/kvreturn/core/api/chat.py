@@ -1,25 +1,25 @@
 """`POST /v1/chat/completions`."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvreturn.core.api.base import (
+    API,
     Answer,
-    BadRequestError,
     Prompt,
     prefill_edit,
     read_common,
-    read_index,
+    read_list,
     read_model,
     shaping,
     shaping_names,
 )
+from kvreturn.core.api.choices import ChoicesAnswer, read_index
+from kvreturn.core.api.replay import by_value, joined_text, without_empty
 from kvreturn.core.fingerprint import Trail, canonical
-from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
+from kvreturn.core.jsontext import ObjectText
 
-_MAX_MESSAGES = 50_000
 _REASONING = ("reasoning", "reasoning_content")  # vLLM's name, and the older one that others use
 # Members that vLLM 0.32.0's /tokenize renders as the chat endpoint does. A request with any other member that may shape
 # the prompt is not tokenizable.
@@ -30,22 +30,16 @@ _TOKENIZE = (
 _TOKENIZE_SAFE = frozenset({"model", "messages", "tools", "chat_template_kwargs", "cache_salt"})
 
 
-class Chat:
+class Chat(API):
     """Messages are the items, so every message boundary can end a predecessor."""
 
     name = "chat"
     path = "/v1/chat/completions"
+    tokenize = _TOKENIZE
 
     def read(self, body: ObjectText, *, strict: bool) -> Prompt:
         """See `API.read`."""
-        try:
-            messages = body.load("messages")
-        except JSONTextError as e:
-            raise BadRequestError(f"`messages`: {e}") from None
-        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            raise BadRequestError("`messages` must be a list of at least one message object")
-        if len(messages) > _MAX_MESSAGES:
-            raise BadRequestError(f"`messages` holds {len(messages)} messages; at most {_MAX_MESSAGES} are taken")
+        messages = read_list(body, "messages")
         model, (choices, stream) = read_model(body), read_common(body)
         text = not any(_multimodal(m) for m in messages)
         root: list[Any] = [self.name, model, body.load("cache_salt")]
@@ -68,15 +62,19 @@ class Chat:
         more = {"return_token_ids": b"true"} if ids else {}
         return prefill_edit(body, params, ("max_tokens", "max_completion_tokens"), more)
 
-    def tokenize_body(self, body: ObjectText) -> bytes:
-        """See `API.tokenize_body`."""
-        return body.without({m.name for m in body.members} - set(_TOKENIZE))
-
     def extend(self, prompt: Trail, body: ObjectText, answer: Answer, *, strict: bool) -> Trail | None:
-        """See `API.extend`."""
-        del body
-        items = answer.items(strict=strict)
-        return None if items is None else prompt.extend(items)
+        """See `API.extend`. With `continue_final_message` the answer is the end of a message that has begun."""
+        if not body.load("continue_final_message"):
+            return super().extend(prompt, body, answer, strict=strict)
+        begun = read_list(body, "messages")[-1]
+        if strict or not isinstance(answer, ChatAnswer) or begun.get("role") != "assistant":
+            return None
+        content = joined_text(begun.get("content")) or ""
+        if not isinstance(content, str):
+            return None
+        # With `echo` the answer repeats what there was.
+        whole = answer if body.load("echo") else replace(answer, content=[content, *answer.content])
+        return Trail(prompt.key, prompt.digests[:-1]).extend(whole.items(strict=False) or ())
 
     def answer(self) -> Answer:
         """See `API.answer`."""
@@ -84,7 +82,7 @@ class Chat:
 
 
 @dataclass(slots=True)
-class ChatAnswer(Answer):
+class ChatAnswer(ChoicesAnswer):
     """The assistant message of the first choice."""
 
     content: list[str] = field(default_factory=list)
@@ -140,18 +138,13 @@ def _tokenizable(body: ObjectText) -> bool:
 
 
 def _message(message: Mapping[str, Any], *, strict: bool) -> bytes:
-    return canonical(_strict(message) if strict else _loose(message))
-
-
-def _strict(message: Mapping[str, Any]) -> dict[str, Any]:
-    """All of it, but for null, which means the same as a missing member, as does an empty content."""
-    return {k: v for k, v in message.items() if v not in (None, [], "")}
+    return canonical(without_empty(message) if strict else _loose(message))
 
 
 def _loose(message: Mapping[str, Any]) -> dict[str, Any]:
     """What survives clients that replay an answer: no reasoning, no ids, tool arguments by value."""
     out: dict[str, Any] = {"role": message.get("role")}
-    content = _content(message.get("content"))
+    content = joined_text(message.get("content"))
     if content:
         out["content"] = content
     if message.get("refusal"):
@@ -162,22 +155,9 @@ def _loose(message: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _content(content: Any) -> Any:  # noqa: ANN401 - JSON
-    """Text as one string, however it was divided into parts."""
-    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-        return "".join(p["text"] for p in content)
-    return content
-
-
 def _call(call: Any) -> Any:  # noqa: ANN401 - JSON
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with contextlib.suppress(JSONTextError):  # cut off by a length limit: compared as text
-            arguments = [loads(arguments.encode(errors="surrogatepass"))]
-    return [function.get("name"), arguments]
+    return [function.get("name"), by_value(function.get("arguments"))] if isinstance(function, dict) else call
 
 
 def _multimodal(message: Mapping[str, Any]) -> bool:

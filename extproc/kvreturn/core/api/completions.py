@@ -7,22 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvreturn.core.api.base import (
+    API,
     Answer,
     BadRequestError,
     Prompt,
+    load,
     prefill_edit,
     read_common,
     read_model,
     shaping,
     shaping_names,
 )
+from kvreturn.core.api.choices import ChoicesAnswer
 from kvreturn.core.fingerprint import Trail, segments
-from kvreturn.core.jsontext import JSONTextError, ObjectText
+from kvreturn.core.jsontext import ObjectText
 
 # A prompt without messages has no boundaries of its own, so items are pieces of this many bytes of text, or token ids
 # times four. A shorter prompt has no item: it is below any useful threshold for a read.
 _SEGMENT = 256
-_TOKENIZE = ("model", "prompt", "add_special_tokens")
 _TOKENIZE_SAFE = frozenset({"model", "prompt", "cache_salt"})
 # What a prompt of token ids keeps of a request to any API: whose KV it is, and vLLM's order of scheduling.
 _KEPT = frozenset({"model", "cache_salt", "priority"})
@@ -38,11 +40,12 @@ def prefill_tokens(body: ObjectText, tokens: Sequence[int], params: bytes) -> by
     return prefill_edit(kept, params, ("max_tokens",), {"prompt": prompt})
 
 
-class Completions:
+class Completions(API):
     """The prompt is text or token ids; the next one begins with the prompt and the answer of this one."""
 
     name = "completions"
     path = "/v1/completions"
+    tokenize = ("model", "prompt", "add_special_tokens")
 
     def read(self, body: ObjectText, *, strict: bool) -> Prompt:
         """See `API.read`."""
@@ -63,16 +66,13 @@ class Completions:
             tokenizable=isinstance(prompt, str) and plain,
             tokens=prompt if isinstance(prompt, list) and not batch and plain else None,
             identifiable=not batch and "prompt_embeds" not in body,
-            several=batch and len(prompt) > 1,
+            # P's handle is that of one prompt, and D would load its blocks for all of them.
+            alone="several_prompts" if batch and len(prompt) > 1 else None,
         )
 
     def prefill_body(self, body: ObjectText, params: bytes, *, ids: bool) -> bytes:
         """See `API.prefill_body`."""
         return prefill_edit(body, params, ("max_tokens",), {"return_token_ids": b"true"} if ids else {})
-
-    def tokenize_body(self, body: ObjectText) -> bytes:
-        """See `API.tokenize_body`."""
-        return body.without({m.name for m in body.members} - set(_TOKENIZE))
 
     def extend(self, prompt: Trail, body: ObjectText, answer: Answer, *, strict: bool) -> Trail | None:
         """See `API.extend`.
@@ -92,7 +92,7 @@ class Completions:
 
 
 @dataclass(slots=True)
-class CompletionsAnswer(Answer):
+class CompletionsAnswer(ChoicesAnswer):
     """The text of the first choice."""
 
     text: list[str] = field(default_factory=list)
@@ -110,10 +110,7 @@ class CompletionsAnswer(Answer):
 
 
 def _prompt(body: ObjectText) -> Any:  # noqa: ANN401 - JSON
-    try:
-        prompt = body.load("prompt")
-    except JSONTextError as e:
-        raise BadRequestError(f"`prompt`: {e}") from None
+    prompt = load(body, "prompt")
     if not isinstance(prompt, str | list) or not prompt:
         raise BadRequestError("`prompt` must be a text or a list of token ids")
     return prompt

@@ -1,0 +1,37 @@
+"""Answers made of choices: chat and completions."""
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvreturn.core.api.base import Answer
+
+
+@dataclass(slots=True)
+class ChoicesAnswer(Answer):
+    """The first choice of an answer."""
+
+    def read(self, obj: Mapping[str, Any], *, stream: bool) -> None:
+        """See `Answer.read`."""
+        self.read_error(obj.get("error"))
+        self.usage.read(obj.get("usage"))
+        choices = obj.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if not isinstance(choice, Mapping):
+                continue
+            index = read_index(choice, 0)
+            if isinstance(choice.get("finish_reason"), str):
+                self.finish_reasons[index] = choice["finish_reason"]
+            if index == 0:
+                self.read_choice(choice, stream=stream)
+
+    @abc.abstractmethod
+    def read_choice(self, choice: Mapping[str, Any], *, stream: bool) -> None:
+        """Take what one body or chunk says of the first choice."""
+
+
+def read_index(obj: Mapping[str, Any], default: int) -> int:
+    """The member `index`, or the default where there is no number."""
+    index = obj.get("index")
+    return index if type(index) is int else default

@@ -1,0 +1,56 @@
+"""A node's refusal as the client may see it.
+
+vLLM's validation errors quote the request, as Python writes it, cut off somewhere: `... 'input': {'model': 'm', ...,
+'kv_transfer_params': {'do_remote_prefill': True, ...`. What the client sent may be shown to it, what we added may not.
+"""
+
+import re
+from http import HTTPStatus
+
+from kvreturn.core.api.base import API
+from kvreturn.core.capture import HIDDEN, strip_body
+from kvreturn.core.jsontext import JSONTextError
+from kvreturn.core.strip import MemberStripper
+
+_QUOTE = re.compile(rb"(?:%s)[\\'\": =]{1,8}\{" % b"|".join(name.encode() for name in HIDDEN))
+_STEP = re.compile(rb'[{}]|(?<!\\)"')  # a brace, or the end of the JSON string that quotes
+_MEMBERS = (b"remote_engine_id", b"remote_block_ids")  # of every handle
+
+
+def strip_refusal(body: bytes, api: API, status: int) -> bytes:
+    """The refusal without transfer parameters, members or quoted ones.
+
+    Args:
+        body: of the node's answer.
+        api: what the client speaks.
+        status: of the node's answer.
+    """
+    try:
+        text = strip_body(body)[0]
+    except JSONTextError:
+        stripper = MemberStripper(HIDDEN, lines=True)
+        text = stripper.decode(body) + stripper.flush()
+    text = _unquoted(text)
+    if not any(name in text for name in _MEMBERS):
+        return text
+    words = "kvreturn: the node refused the request; what it says is withheld, since it quotes transfer parameters"
+    return api.error(words, HTTPStatus(status).phrase.replace(" ", ""), status)
+
+
+def _unquoted(text: bytes) -> bytes:
+    out, at = bytearray(), 0
+    for match in _QUOTE.finditer(text):
+        if match.end() > at:
+            out += text[at : match.end()] + b"..."
+            at = _end(text, match.end())
+    return bytes(out + text[at:])
+
+
+def _end(text: bytes, at: int) -> int:
+    """Where the object ends that begins before `at`: at its brace, or where its quotation breaks off."""
+    depth = 1
+    for step in _STEP.finditer(text, at):
+        depth += {b"{": 1, b"}": -1}.get(step[0], -depth)
+        if not depth:
+            return step.start()
+    return len(text)
