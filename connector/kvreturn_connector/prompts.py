@@ -43,6 +43,12 @@ class Prompts:
                 extra[block] = hashlib.sha256(repr(ours).encode()).digest()
         return extra
 
+    def ids(self, request: Any) -> list[int] | None:
+        """The prompt's token ids; None if its KV depends on more than these."""
+        if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
+            return None
+        return list(request.prompt_token_ids)
+
     def digest(self, request: Any) -> str | None:
         """See `wire.prompt_digest`; None if it cannot be told."""
         tokens = request.prompt_token_ids

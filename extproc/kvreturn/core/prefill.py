@@ -1,7 +1,7 @@
 """P's answer to the P leg: what D needs of it, or how it failed."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvreturn.core import wire
@@ -102,7 +102,11 @@ def read_prefill(reply: Reply, api: API) -> PrefillAnswer | PrefillError:
         report = wire.load_report(obj.get(wire.MEMBER))
     except wire.WireError:
         report = None
-    return PrefillAnswer(reply.node, params, usage, report, str(obj.get("remote_engine_id") or ""), _prompt_ids(body))
+    ids = _prompt_ids(body)
+    if report and report.ids is not None:
+        ids, report = json.dumps(report.ids, separators=(",", ":")).encode(), replace(report, ids=None)
+        params = ObjectText(params).edit(put={wire.MEMBER: json.dumps(wire.dump_report(report)).encode()})
+    return PrefillAnswer(reply.node, params, usage, report, str(obj.get("remote_engine_id") or ""), ids)
 
 
 def _prompt_ids(body: ObjectText) -> bytes | None:

@@ -15,7 +15,7 @@ from kvreturn.core.capture import Capture
 from kvreturn.core.ending import leave
 from kvreturn.core.facts import Facts
 from kvreturn.core.fingerprint import Scope, Trail
-from kvreturn.core.handle import COLD, PARAMS, Handle, HandleError, direct, read_handle, sealed
+from kvreturn.core.handle import PARAMS, Handle, HandleError, cold, direct, read_handle, sealed
 from kvreturn.core.jsontext import JSONTextError, ObjectText
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.policy import Policy
@@ -152,7 +152,7 @@ class Turn:
         if self.policy.proof == "connector":
             if handle.proof is None:
                 raise Objection(Outcome.UNPROVEN, "no_digests")
-            return Attached(handle, sealed(handle))
+            return Attached(handle, sealed(handle, ids=self._reported_ids))
         assert self.prompt
         tokens, node = self.prompt.tokens, self.prefill_node
         if tokens is None:
@@ -202,7 +202,7 @@ class Turn:
         if attached and attached.prompt is not None:
             path, body = Completions.path, prefill_tokens(self.body, attached.prompt, attached.params)
         else:
-            params = attached.params if attached else COLD
+            params = attached.params if attached else cold(ids=self._reported_ids)
             path, body = (
                 self.api.path,
                 self.api.prefill_body(self.body, params, ids=self._passes_ids or self._wants_ids),
@@ -265,6 +265,13 @@ class Turn:
         """Whether the prompt's token ids are wanted for an eager return."""
         assert self.prompt
         return self.policy.returns != "lazy" and self.prompt.choices == 1 and self.prompt.identifiable
+
+    @property
+    def _reported_ids(self) -> bool:
+        """Whether our connector on P is to tell them, since vLLM's answers of this API do not."""
+        assert self.prompt
+        wanted = self.policy.returns != "lazy" and self.policy.proof == "connector" and self.prompt.choices == 1
+        return wanted and not self.prompt.identifiable
 
     @property
     def _asks_decode_for_ids(self) -> bool:

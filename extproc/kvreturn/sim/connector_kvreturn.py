@@ -27,6 +27,7 @@ class _Plan:
         proven: tokens.
         reason: why not even that will be read.
         keep: whether D will come for the blocks.
+        ids: whether the router asks for the prompt's token ids.
         freed: D's answer, where the request is only there to give the handle back.
     """
 
@@ -34,6 +35,7 @@ class _Plan:
     proven: int = 0
     reason: str | None = None
     keep: bool = True
+    ids: bool = False
     freed: asyncio.Task[bool | None] | None = None
 
 
@@ -68,7 +70,7 @@ class KvreturnConnector(StockConnector):
             return
         if params.get("do_remote_decode") and not seq.from_peer:
             plan = self._plans[seq] = self._prove(seq, params)
-            plan.keep = not says(params, "keep", value=False)
+            plan.keep, plan.ids = not says(params, "keep", value=False), says(params, "ids", value=True)
             if plan.handle is not None and plan.reason not in (None, *_NOTHING_TO_FREE):
                 self._engine.spawn(self._notify(plan.handle))
         # All choices of one request bring P's one handle. The first read frees P's blocks, so the others compute.
@@ -130,7 +132,9 @@ class KvreturnConnector(StockConnector):
             self._engine.spawn(self._notify(plan.handle))  # it ended while it waited for room: D need not wait
         if seq.report is None or not normally:
             return Farewell()
-        report = replace(seq.report, prompt=self._prompt(seq))
+        prompt = seq.job.prompt
+        ids = prompt.tokens if plan.ids and not prompt.images else None
+        report = replace(seq.report, prompt=self._prompt(seq), ids=ids)
         if not plan.keep:
             return Farewell({wire.MEMBER: wire.dump_report(report)})
         farewell = super().finished(seq, normally=normally)
