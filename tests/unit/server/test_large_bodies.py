@@ -42,7 +42,7 @@ async def test_digesting_a_long_history_leaves_the_loop_free() -> None:
 @pytest.mark.parametrize(
     ("body", "word"),
     [
-        (b'{"model":"m","messages":[' + b",".join([b"{}"] * 60_000) + b"]}", "60000 messages; at most 50000"),
+        (b'{"model":"m","messages":[' + b",".join([b"{}"] * 60_000) + b"]}", "60000 objects; at most 50000"),
         (b'{"model":"m","a":' + b',"a":'.join([b"1"] * 20_000) + b"}", "more than 10000 members"),
         (b'{"model":"m","metadata":{"x":"' + b"\\u0061" * 50_000 + b'"},"messages":[{}]}', "more than 262144 bytes"),
     ],
