@@ -1,5 +1,6 @@
 """All four APIs, streamed and not: D's handle stands where the router looks for it, and P reads what it names."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,13 +100,16 @@ APIS = {
 }
 
 
-async def decoded(engine: Engine, api: Api, body: JSON, *, stream: bool) -> tuple[str, JSON | None]:
-    """D's answer and its handle."""
+async def decoded(
+    engine: Engine, api: Api, body: JSON, *, stream: bool, base: str | None = None
+) -> tuple[str, JSON | None]:
+    """The answer and its handle; D's, if no other `base` is asked."""
+    base = base or engine.d
     if not stream:
-        status, answer = await engine.post(engine.d, api.path, body)
+        status, answer = await engine.post(base, api.path, body)
         assert status == 200, answer
-        return api.text(answer), answer["kv_transfer_params"]
-    async with engine.session.post(engine.d + api.path, json=body | {"stream": True}) as response:
+        return api.text(answer), answer.get("kv_transfer_params")
+    async with engine.session.post(base + api.path, json=body | {"stream": True}) as response:
         assert response.status == 200, await response.text()
         lines = (await response.text()).splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -141,3 +145,25 @@ async def test_the_handle_of_a_turn_is_there_and_is_read(engine: Engine, name: s
     print(f"{name}: read {reads}, last held {held}")
     assert reads[0] == 0
     assert min(reads[1:]) > 0
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+@pytest.mark.parametrize("name", ["responses", "messages"])
+async def test_a_conversation_through_the_gateway_is_read_back(engine: Engine, name: str, *, stream: bool) -> None:
+    api = APIS[name]
+    messages: list[JSON] = [{"role": "user", "content": f"gateway, {name} {stream}. {question(0)}"}]
+    before, turns = engine.outcomes(), 4
+    for turn in range(turns):
+        body = api.body(messages, 40)
+        text, handle = await decoded(engine, api, body, stream=stream, base=engine.gateway)
+        assert handle is None
+        status, answer = await engine.post(engine.single, api.path, body)
+        assert (status, text) == (200, api.text(answer))
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": question(turn + 1)}]
+    async with asyncio.timeout(5):
+        while sum((after := engine.outcomes()).values()) < sum(before.values()) + turns:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    counted = {outcome: after[outcome] - before.get(outcome, 0) for outcome in after}
+    print(f"{name}: {counted}")
+    assert counted.pop("first_turn") == 1
+    assert counted.get("hit", 0) + counted.get("partial_hit", 0) == turns - 1

@@ -18,7 +18,6 @@ from kvreturn.envoy.protos import (
 )
 
 _FOREVER = timedelta(0)
-_STORED = "/v1/responses/.*|.*%.*"
 _METHODS_WITHOUT_BODY = "GET|HEAD|OPTIONS"
 # What and how it went: no header of the request but method and path, and of the path no query.
 _ACCESS_LOG = (
@@ -109,10 +108,8 @@ def _client_routes(settings: Settings) -> route_pb.VirtualHost:
     websocket = route_pb.RouteActionUpgradeConfig(upgrade_type="websocket", enabled=False)
     turns = route_pb.RouteAction(cluster=names.DECODE_CLUSTER, timeout=_FOREVER, upgrade_configs=[websocket])
     inference = route_pb.Route(name="inference", match=route_pb.RouteMatch(prefix="/"), route=turns)
-    # A stored response has its turn's handle in it, and the router knows which node keeps it. vLLM's server takes a
-    # path with escapes for the same path, so whatever has one passes the router too.
-    regex = matcher_pb.RegexMatcher(regex=_STORED)
-    stored = route_pb.Route(name="stored", match=route_pb.RouteMatch(safe_regex=regex), route=turns)
+    # A stored response has its turn's handle in it, and the router knows which node keeps it.
+    stored = route_pb.Route(name="stored", match=route_pb.RouteMatch(prefix=names.STORED_RESPONSES), route=turns)
     # Here and not as the connection's limit: that one also holds for responses, and would let every slow reader make
     # Envoy keep as much.
     return route_pb.VirtualHost(

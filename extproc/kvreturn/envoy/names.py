@@ -33,3 +33,6 @@ EXT_PROC_FILTER = "envoy.filters.http.ext_proc"
 DECODE_CLUSTER = "decode"
 PREFILL_CLUSTER = "prefill"
 ROUTER_CLUSTER = "kvreturn_router"
+
+STORED_RESPONSES = "/v1/responses/"
+"""Paths below this are about responses that a node keeps, and these have handles in them."""

@@ -79,6 +79,10 @@ class Route:
         """Whether it takes only requests whose method has no body."""
         return any(_methods(m) <= _METHODS_WITHOUT_BODY for m in self.route.get("match", {}).get("headers", []))
 
+    def takes(self, path: str) -> bool:
+        """Whether it takes requests for whatever is below a path, as far as its prefix tells."""
+        return path.startswith(self.route.get("match", {}).get("prefix", path + "/"))
+
     def filter_config(self, name: str) -> Doc:
         """The most specific per-route configuration of a filter; `disabled` in it, however that was written."""
         for level in self.levels:

@@ -268,6 +268,23 @@ def _response_headers(s: Subject) -> Iterator[Finding]:
         )
 
 
+@_rule("p-stored-responses")
+def _stored_responses(s: Subject) -> Iterator[Finding]:
+    seen: set[int] = set()  # virtual hosts in which an earlier route has taken them
+    for route in s.chain.routes:
+        if not route.takes(names.STORED_RESPONSES) or id(route.host) in seen:
+            continue
+        if route.passes(s.entry):
+            if "headers" not in route.route["match"]:
+                seen.add(id(route.host))
+        elif route.clusters & s.guarded:
+            what = (
+                f"GET {names.STORED_RESPONSES}... reaches the decode nodes without the router, and a stored response "
+                "has its handle in it; put a route with that prefix before this one, with the filter"
+            )
+            yield route.where, what
+
+
 def _override_sources(cluster: Doc) -> Iterator[Doc]:
     for policy in cluster.get("load_balancing_policy", {}).get("policies", []):
         config = policy.get("typed_extension_config", {}).get("typed_config", {})

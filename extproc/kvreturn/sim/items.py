@@ -119,6 +119,8 @@ def call_item(name: str, call_id: str, function: str, arguments: str, status: st
         "name": function,
         "type": "function_call",
         "id": name,
+        "async": None,
+        "caller": None,
         "namespace": None,
         "status": status,
     }

@@ -90,7 +90,8 @@ class ItemStream:
 
     def _call_done(self) -> tuple[list[Json], Json]:
         item = self._call_item("completed")
-        return [self._of_item("function_call_arguments.done", arguments=self._text, name=item["name"])], item
+        done = self._of_item("function_call_arguments.done", arguments=self._text)
+        return [done | {"name": item["name"]}], item
 
     def _call_item(self, status: str) -> Json:
         call = self._transcript.calls[self._call]

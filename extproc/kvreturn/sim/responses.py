@@ -223,6 +223,7 @@ class _Answer:
     ) -> Json:
         """The response object, members in vLLM's order."""
         asked, turn = self._asked, self._turn
+        choice = asked.tool_choice if asked.tools else "none"
         return {
             "id": turn.id,
             "created_at": turn.created,
@@ -234,7 +235,7 @@ class _Answer:
             "output": output or [],
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "temperature": 1.0 if asked.temperature is None else asked.temperature,
-            "tool_choice": asked.tool_choice if asked.tools else "none",
+            "tool_choice": dict(sorted(choice.items())) if isinstance(choice, dict) else choice,
             "tools": asked.tools,
             "top_p": 1.0 if asked.top_p is None else asked.top_p,
             "background": bool(asked.background),
