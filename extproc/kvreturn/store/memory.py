@@ -128,6 +128,12 @@ class MemoryStore:
                 return Taken(record, None, now - entry.put_at, entry.ticket)
         return Taken(None, reason)
 
+    async def ping(self) -> None:
+        """See `SessionStore.ping`. It is always there."""
+
+    async def aclose(self) -> None:
+        """See `SessionStore.aclose`. It holds nothing open."""
+
     def _sweep(self, now: float) -> None:
         """Drop what is over."""
         while self._ends and self._ends[0][0] <= now:
