@@ -240,7 +240,7 @@ def test_every_setting_is_described(model: type[BaseModel]) -> None:
 def test_the_defaults_are_settings_that_a_file_may_hold(tmp_path: Path) -> None:
     defaults: dict[str, Any] = json.loads(Settings.model_validate(SMALLEST).model_dump_json(by_alias=True))
     assert load(tmp_path, yaml.safe_dump(defaults | {"secret": ""})) == Settings.model_validate(SMALLEST)
-    assert all(math.isfinite(v) for v in defaults["store"].values())
+    assert all(math.isfinite(v) for v in defaults["store"].values() if isinstance(v, float))
 
 
 @pytest.mark.parametrize("text", ["proof: off\n", "models: {m: {proof: off}}\n"])

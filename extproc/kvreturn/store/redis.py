@@ -35,6 +35,7 @@ _POINTER = struct.Struct(">c16sQQ")
 _HANDLE, _MARKER = b"h", b"m"
 _PER_KEY = 8  # as in the memory store
 _TRACE = 60_000_000  # as in the memory store
+_SKEW = 500_000  # a server's clock may be so much ahead; it drops what expires by its own
 _NEAR, _FAR = 128, 1024  # keys of a look-up: a turn adds a few items, so that the first is nearly always enough
 
 # Lua is needed here: which of many keys leads to a live record is known to the server only, and commands that take
@@ -145,7 +146,7 @@ class RedisStore:
                     dead = found.pointer
         if dead is None:
             return Taken()
-        return Taken(None, Outcome.EXPIRED if self._now() >= dead.expires else Outcome.ALREADY_TAKEN)
+        return Taken(None, Outcome.EXPIRED if self._now() + _SKEW >= dead.expires else Outcome.ALREADY_TAKEN)
 
     async def ping(self) -> None:
         """See `SessionStore.ping`."""

@@ -1,0 +1,120 @@
+"""Real redis-servers on loopback, and stores that are kept in them."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvreturn.store.client import connect
+from kvreturn.store.codec import Codec
+from kvreturn.store.redis import RedisStore
+from kvreturn.store.url import parse_store_url
+from support.envoy import unused_address
+
+BINARY = shutil.which("redis-server") or shutil.which("valkey-server")
+needs_redis = pytest.mark.skipif(
+    BINARY is None, reason="there is no redis-server or valkey-server here: apt-get install redis-server"
+)
+KEY = b"the key of these tests"
+
+
+@dataclass
+class Server:
+    """A redis-server, started at once.
+
+    Attributes:
+        folder: where it lives, its log included.
+        options: its own, as on the command line.
+        port: its TCP port, another one each time unless given.
+    """
+
+    folder: Path
+    options: tuple[str, ...] = ()
+    port: int = 0
+    process: "subprocess.Popen[bytes]" = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.port = self.port or int(unused_address().rpartition(":")[2])
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """What leads to it."""
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, also again after `kill`."""
+        assert BINARY
+        command = [BINARY, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command += ["--dir", str(self.folder), "--logfile", f"{self.port}.log", "--unixsocket", f"{self.port}.sock"]
+        self.process = subprocess.Popen([*command, *self.options], stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                if self.ask("PING"):
+                    return
+            time.sleep(0.01)
+        raise AssertionError(f"redis-server on {self.port} does not start")
+
+    def ask(self, *words: str) -> bytes:
+        """The raw answer to a short command, over a connection of its own."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=2) as s:
+            s.sendall(f"*{len(words)}\r\n".encode() + b"".join(f"${len(w)}\r\n{w}\r\n".encode() for w in words))
+            return s.recv(65536)
+
+    def pause(self) -> None:
+        """It keeps its connections, accepts more, and answers nothing."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """After `pause`."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Its connections are reset, and further ones refused."""
+        self.process.kill()
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def server(folder: Path, *options: str, port: int = 0) -> Iterator[Server]:
+    """A redis-server for as long as the context lasts."""
+    running = Server(folder, options, port)
+    try:
+        yield running
+    finally:
+        running.kill()
+
+
+@contextlib.contextmanager
+def cluster(folder: Path) -> Iterator[list[Server]]:
+    """A cluster of two primaries, half of the slots on each."""
+    with contextlib.ExitStack() as stack:
+        both = []
+        for number in range(2):
+            port = 1024 + (os.getpid() * 7 + number * 4001) % 8000  # the bus takes the port 10,000 above
+            options = ("--cluster-enabled", "yes", "--cluster-config-file", f"{number}.conf")
+            both.append(stack.enter_context(server(folder, *options, port=port)))
+        both[0].ask("CLUSTER", "ADDSLOTSRANGE", "0", "8191")
+        both[1].ask("CLUSTER", "ADDSLOTSRANGE", "8192", "16383")
+        both[1].ask("CLUSTER", "SET-CONFIG-EPOCH", "2")
+        both[0].ask("CLUSTER", "MEET", "127.0.0.1", str(both[1].port))
+        deadline = time.monotonic() + 20
+        while not all(b"cluster_state:ok" in one.ask("CLUSTER", "INFO") for one in both):
+            assert time.monotonic() < deadline, "the cluster does not come up"
+            time.sleep(0.05)
+        yield both
+
+
+def redis_store(url: str, *, key: bytes = KEY, pool_size: int = 32, **more: Any) -> RedisStore:  # noqa: ANN401 - its options
+    """A store there."""
+    return RedisStore(connect(parse_store_url(url), pool_size=pool_size, connect_timeout=1.0), Codec(key), **more)
