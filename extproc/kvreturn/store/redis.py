@@ -37,6 +37,7 @@ _PER_KEY = 8  # as in the memory store
 _TRACE = 60_000_000  # as in the memory store
 _SKEW = 500_000  # a server's clock may be so much ahead; it drops what expires by its own
 _NEAR, _FAR = 128, 1024  # keys of a look-up: a turn adds a few items, so that the first is nearly always enough
+_CLUSTER_KEYS = 2 * _NEAR  # more are not looked at: redis-py takes 3 ms for a cluster pipeline of 128, and all streams wait
 
 # Lua is needed here: which of many keys leads to a live record is known to the server only, and commands that take
 # unconditionally, in one pipeline, would take several. So look-up and take are one round trip, and no pipeline of 128
@@ -91,7 +92,8 @@ class RedisStore:
     Differs from the memory store where no more than one key can be touched at once: pushed out of one key, a record is
     still reached by its others; traces and handles are pushed out alike, by age; and a handle that was taken is told as
     `expired` once its TTL has passed. A server that evicts makes handles look taken: give it `noeviction`. A failover
-    that loses the last writes may give a handle twice; a decode node lets nobody read twice.
+    that loses the last writes may give a handle twice; a decode node lets nobody read twice. In a cluster, only the
+    nearest 128 items of a conversation are looked at.
 
     Args:
         client: see `connect`.
@@ -138,7 +140,7 @@ class RedisStore:
         """
         dead: _Pointer | None = None
         with _named():
-            for part in _parts(keys):
+            for part in _parts(keys if self._script else keys[:_CLUSTER_KEYS]):
                 found = await (self._find(part) if self._script else self._find_in_cluster(part))
                 if found and found.value is not None:
                     return self._taken(found, found.value)
@@ -216,7 +218,7 @@ class RedisStore:
 
 
 def _parts(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
-    cuts = [0, *range(_NEAR, len(keys), _FAR), len(keys)]
+    cuts = [0, *range(_NEAR, len(keys), _FAR), len(keys)]  # the first few alone
     return (keys[a:b] for a, b in itertools.pairwise(cuts) if a < b)
 
 

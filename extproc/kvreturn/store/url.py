@@ -42,8 +42,8 @@ class StoreURL:
 
     Attributes:
         form: what it leads to.
-        tls: whether connections use TLS.
         hosts: servers, sentinels or cluster nodes; empty for `unix`.
+        tls: whether connections use TLS.
         path: of the socket, for `unix`.
         service: name of the primary, for `sentinel`.
         db: number of the database.
@@ -53,8 +53,8 @@ class StoreURL:
     """
 
     form: Form
-    tls: bool
     hosts: tuple[tuple[str, int], ...] = ()
+    tls: bool = False
     path: str = ""
     service: str = ""
     db: int = 0
@@ -92,8 +92,8 @@ def parse_store_url(text: str) -> StoreURL:
         raise ValueError("write a socket as unix:///absolute/path")
     return StoreURL(
         form=form,
-        tls=tls,
         hosts=() if form == "unix" else _hosts(match[3], 26379 if form == "sentinel" else 6379, form),
+        tls=tls,
         path=path if form == "unix" else "",
         service=service,
         db=int(db or 0),
