@@ -74,7 +74,7 @@ class World:
         return cls(
             settings=settings,
             store=store,
-            guard=Guard(store, settings.store, metrics, clock),
+            guard=Guard(store, settings.store, metrics),
             prefill=prefill,
             decode=decode,
             forms=forms,

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
@@ -13,6 +14,7 @@ from kvreturn.telemetry.metrics import Metrics
 
 log = logging.getLogger("kvreturn")
 T = TypeVar("T")
+_MOST = 0.8
 _HINTS = {
     "auth": "check user, password and permissions of `store.url`",
     "busy": "more turns at once than `store.pool_size` and `store.deadline` allow for",
@@ -34,14 +36,12 @@ class Guard:
         store: the store.
         settings: deadline, breaker and pool size.
         metrics: where calls are counted.
-        clock: monotonic seconds.
     """
 
-    def __init__(self, store: SessionStore, settings: Store, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, store: SessionStore, settings: Store, metrics: Metrics) -> None:
         self._store = store
         self._settings = settings
         self._metrics = metrics
-        self._clock = clock
         self._slots = asyncio.Semaphore(settings.pool_size)
         self._failures = 0
         self._probing: asyncio.Task[None] | None = None
@@ -83,15 +83,17 @@ class Guard:
         if self.is_open:
             self._metrics.store_errors.labels(operation, "breaker_open").inc()
             return None
-        begun, waiting = self._clock(), True
+        clock, deadline = asyncio.get_running_loop().time, self._settings.deadline
+        begun, entered = clock(), math.inf
         try:
-            async with asyncio.timeout(self._settings.deadline), self._slots:
-                waiting = False
+            async with asyncio.timeout(deadline), self._slots:
+                entered = clock()
                 result = await call()
         except TimeoutError:
-            # Much later than the deadline, it is this process that was busy; the answer may have been here for long.
-            late = self._clock() - begun > 2 * self._settings.deadline
-            self._failed(operation, StoreError("busy") if waiting or late else StoreError("timeout", down=True))
+            # The store is to blame if it had nearly all of the time. Where much more than that has passed, this process
+            # was busy, and the answer may have been here for long.
+            blame = clock() - entered > _MOST * deadline and clock() - begun < 2 * deadline
+            self._failed(operation, StoreError("timeout", down=True) if blame else StoreError("busy"))
             return None
         except StoreError as e:
             self._failed(operation, e)
@@ -99,7 +101,7 @@ class Guard:
         except Exception as e:  # noqa: BLE001 - whatever the store does, the turn goes on
             self._failed(operation, StoreError(type(e).__name__))
             return None
-        self._metrics.store_seconds.labels(operation).observe(self._clock() - begun)
+        self._metrics.store_seconds.labels(operation).observe(clock() - begun)
         self._failures = 0
         self._said = {said for said in self._said if said[0] != operation}
         return result

@@ -37,7 +37,9 @@ _PER_KEY = 8  # as in the memory store
 _TRACE = 60_000_000  # as in the memory store
 _SKEW = 500_000  # a server's clock may be so much ahead; it drops what expires by its own
 _NEAR, _FAR = 128, 1024  # keys of a look-up: a turn adds a few items, so that the first is nearly always enough
-_CLUSTER_KEYS = 2 * _NEAR  # more are not looked at: redis-py takes 3 ms for a cluster pipeline of 128, and all streams wait
+_CLUSTER_KEYS = (
+    2 * _NEAR
+)  # more are not looked at: redis-py takes 3 ms for a cluster pipeline of 128, and all streams wait
 
 # Lua is needed here: which of many keys leads to a live record is known to the server only, and commands that take
 # unconditionally, in one pipeline, would take several. So look-up and take are one round trip, and no pipeline of 128
