@@ -1,5 +1,6 @@
 """Real redis-servers on loopback, and stores that are kept in them."""
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -7,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from kvreturn.store.codec import Codec
 from kvreturn.store.redis import RedisStore
 from kvreturn.store.url import parse_store_url
 from support.envoy import unused_address
+from support.harness import Harness, harness
+from support.nodes import decode_events
 
 BINARY = shutil.which("redis-server") or shutil.which("valkey-server")
 needs_redis = pytest.mark.skipif(
@@ -118,3 +121,36 @@ def cluster(folder: Path) -> Iterator[list[Server]]:
 def redis_store(url: str, *, key: bytes = KEY, pool_size: int = 32, **more: Any) -> RedisStore:  # noqa: ANN401 - its options
     """A store there."""
     return RedisStore(connect(parse_store_url(url), pool_size=pool_size, connect_timeout=1.0), Codec(key), **more)
+
+
+@contextlib.asynccontextmanager
+async def sharing(url: str, **store: Any) -> AsyncIterator[Harness]:  # noqa: ANN401 - settings as YAML has them
+    """A started router that keeps its sessions there, and soon finds a server again that was away."""
+    one = harness(store={"url": url, "breaker_probe": 0.1} | store)
+    async with contextlib.aclosing(one.world.guard):
+        await one.world.guard.start()
+        yield one
+
+
+async def outcome(router: Harness, *contents: str) -> str:
+    """The outcome of one more turn, which ends well."""
+    before = router.outcomes()
+    envoy = await router.turn(*contents)
+    assert envoy.client.status == 200
+    assert envoy.client.body == b"".join(decode_events())
+    (word,) = {k for k, v in router.outcomes().items() if v != before.get(k, 0)}
+    return word
+
+
+async def conversation(router: Harness, name: str) -> list[str]:
+    """The outcomes of two turns."""
+    return [await outcome(router, name, *rest) for rest in ((), ("Good morning", "And?"))]
+
+
+async def recovered(router: Harness, seconds: float) -> float:
+    """Waits until two turns of a conversation are as ever. Returns how long it took."""
+    begun = time.monotonic()
+    while await conversation(router, f"again {time.monotonic()}") != ["first_turn", "hit"]:
+        assert time.monotonic() - begun < seconds
+        await asyncio.sleep(0.02)
+    return time.monotonic() - begun
