@@ -153,6 +153,24 @@ async def test_traces_are_bounded_too(clock: Clock) -> None:
     assert await store.take([b"%017d" % 0]) == Taken()
 
 
+async def test_no_single_call_pays_for_all_that_is_over(clock: Clock) -> None:
+    store = MemoryStore(max_entries=10_000, max_bytes=1 << 30, clock=clock)
+    for i in range(1000):
+        await store.put([b"%017d" % i], handle())
+    clock.now += 451
+    lengths = []
+    while len(store):
+        await store.take([A])
+        lengths.append(len(store))
+    assert lengths[0] > 900  # one call, some of the work
+    assert len(lengths) < 20  # and it does not take forever
+    assert (store.bytes, store.expired) == (0, 1000)
+    clock.now += 451
+    for _ in range(20):
+        await store.take([A])
+    assert not store._index
+
+
 async def churn(store: MemoryStore, clock: Clock, first: int, last: int) -> None:
     for i in range(first, last):
         await store.put([b"t%016d" % i, b"p%016d" % i], handle("x" * 100) if i % 3 else marker())
