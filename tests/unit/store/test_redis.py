@@ -188,20 +188,20 @@ async def test_fr111_a_record_over_the_cap_is_not_stored(make: Make) -> None:
 
 async def test_fr104_a_cancelled_call_leaves_no_reply_for_the_next_one(make: Make, redis_server: Server) -> None:
     direct = make()
-    names = [b"%017d" % i for i in range(200)]
+    names = [b"%017d" % i for i in range(80)]  # asyncio servers have a backlog of 100
     tap = Tap(delay=0.2)
     async with tap.before(f"127.0.0.1:{redis_server.port}"):
-        store = make(f"redis://{tap.address}", pool_size=200)
+        store = make(f"redis://{tap.address}", pool_size=80)
         await asyncio.gather(*(store.take([name]) for name in names))  # connections, and the script
         for name in names:
             await direct.put([name], handle(name.decode()))
         tasks = [asyncio.create_task(store.take([name])) for name in names]
         await asyncio.sleep(0.1)  # sent, and no answer is here yet
-        for task in random.Random(1).sample(tasks, 100):
+        for task in random.Random(1).sample(tasks, 40):
             task.cancel()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         kept = [(name, one) for name, one in zip(names, done, strict=True) if isinstance(one, Taken)]
-        assert len(kept) == 100
+        assert len(kept) == 40
         assert all(one.record == handle(name.decode()) for name, one in kept)
         for name in names:
             await direct.put([name], handle(name.decode()))
