@@ -3,15 +3,20 @@
 import asyncio
 import contextlib
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from kvreturn.cli.main import main
+from kvreturn.server.app import running
+from support.envoy import unused_address
 from support.extproc import Request, Response
-from support.harness import DECODE, Harness
+from support.harness import DECODE, Harness, settings
 from support.nodes import carried_handle, chat, decode_events, handle
 from support.redis import Server, conversation, needs_redis, outcome, recovered, server, sharing
 
@@ -73,6 +78,31 @@ async def test_of_200_concurrent_turns_at_two_routers_one_gets_the_handle(redis:
     told = [one.outcomes() for one in routers]
     assert sum(t.get("hit", 0) for t in told) == 1
     assert sum(t.get("already_taken", 0) for t in told) == 199
+
+
+async def test_a_served_router_connects_when_it_starts_and_closes_when_it_ends(redis: Server) -> None:
+    plain = {"listen": unused_address(), "store": {"url": redis.url}, "drain_timeout": 0.1}
+    async with running(settings(**plain)) as router:
+        assert not router.world.guard.is_open
+        assert connections(redis) == 1
+    await asyncio.sleep(0.05)
+    assert connections(redis) == 0
+
+
+def connections(redis: Server) -> int:
+    """Connections to the server, besides the one that asks."""
+    return int(redis.ask("INFO", "clients").decode().partition("connected_clients:")[2].split()[0]) - 1
+
+
+def test_without_the_extra_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "kvreturn.yaml"
+    config.write_text("pools: {prefill: ['a:1'], decode: ['b:1']}\nsecret: s\nstore: {url: 'redis://127.0.0.1:1'}\n")
+    for name in [n for n in sys.modules if n.split(".")[0] == "redis" or n == "kvreturn.store.client"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "redis", None)
+    result = CliRunner().invoke(main, ["serve", "--config", str(config)])
+    assert result.exit_code == 1
+    assert "pip install 'kvreturn[redis]'" in result.output
 
 
 async def test_a_server_that_dies_makes_turns_cold_until_it_is_back(redis: Server, router: Router) -> None:
@@ -209,6 +239,5 @@ async def test_fr106_more_turns_than_connections_are_served_all_the_same(redis: 
     cold = one.outcomes().get("store_unavailable", 0)
     kinds = ("busy", "timeout", "breaker_open")
     assert sum(one.metric("store_errors_total", operation="take", kind=kind) for kind in kinds) == cold
-    connected = redis.ask("INFO", "clients").decode()
-    assert int(connected.partition("connected_clients:")[2].split()[0]) <= 21
+    assert connections(redis) <= 20
     await recovered(one, 2.0)
