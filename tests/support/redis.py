@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import shutil
 import signal
 import socket
@@ -30,6 +29,10 @@ needs_redis = pytest.mark.skipif(
 KEY = b"the key of these tests"
 
 
+def _unused_port() -> int:
+    return int(unused_address().rpartition(":")[2])
+
+
 @dataclass
 class Server:
     """A redis-server, started at once.
@@ -37,16 +40,16 @@ class Server:
     Attributes:
         folder: where it lives, its log included.
         options: its own, as on the command line.
-        port: its TCP port, another one each time unless given.
+        port: its TCP port, another one each time.
     """
 
     folder: Path
     options: tuple[str, ...] = ()
-    port: int = 0
+    port: int = field(init=False)
     process: "subprocess.Popen[bytes]" = field(init=False)
 
     def __post_init__(self) -> None:
-        self.port = self.port or int(unused_address().rpartition(":")[2])
+        self.port = _unused_port()
         self.start()
 
     @property
@@ -61,7 +64,7 @@ class Server:
         command += ["--dir", str(self.folder), "--logfile", f"{self.port}.log", "--unixsocket", f"{self.port}.sock"]
         self.process = subprocess.Popen([*command, *self.options], stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(OSError):
                 if self.ask("PING"):
                     return
@@ -89,9 +92,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(folder: Path, *options: str, port: int = 0) -> Iterator[Server]:
+def server(folder: Path, *options: str) -> Iterator[Server]:
     """A redis-server for as long as the context lasts."""
-    running = Server(folder, options, port)
+    running = Server(folder, options)
     try:
         yield running
     finally:
@@ -102,15 +105,14 @@ def server(folder: Path, *options: str, port: int = 0) -> Iterator[Server]:
 def cluster(folder: Path) -> Iterator[list[Server]]:
     """A cluster of two primaries, half of the slots on each."""
     with contextlib.ExitStack() as stack:
-        both = []
-        for number in range(2):
-            port = 1024 + (os.getpid() * 7 + number * 4001) % 8000  # the bus takes the port 10,000 above
-            options = ("--cluster-enabled", "yes", "--cluster-config-file", f"{number}.conf")
-            both.append(stack.enter_context(server(folder, *options, port=port)))
+        both, buses = [], [_unused_port(), _unused_port()]
+        for bus in buses:
+            options = ("--cluster-enabled", "yes", "--cluster-config-file", f"{bus}.conf", "--cluster-port", str(bus))
+            both.append(stack.enter_context(server(folder, *options)))
         both[0].ask("CLUSTER", "ADDSLOTSRANGE", "0", "8191")
         both[1].ask("CLUSTER", "ADDSLOTSRANGE", "8192", "16383")
         both[1].ask("CLUSTER", "SET-CONFIG-EPOCH", "2")
-        both[0].ask("CLUSTER", "MEET", "127.0.0.1", str(both[1].port))
+        both[0].ask("CLUSTER", "MEET", "127.0.0.1", str(both[1].port), str(buses[1]))
         deadline = time.monotonic() + 20
         while not all(b"cluster_state:ok" in one.ask("CLUSTER", "INFO") for one in both):
             assert time.monotonic() < deadline, "the cluster does not come up"
@@ -120,7 +122,7 @@ def cluster(folder: Path) -> Iterator[list[Server]]:
 
 def redis_store(url: str, *, key: bytes = KEY, pool_size: int = 32, **more: Any) -> RedisStore:  # noqa: ANN401 - its options
     """A store there."""
-    return RedisStore(connect(parse_store_url(url), pool_size=pool_size, connect_timeout=1.0), Codec(key), **more)
+    return RedisStore(connect(parse_store_url(url), pool_size=pool_size, connect_timeout=10.0), Codec(key), **more)
 
 
 @contextlib.asynccontextmanager

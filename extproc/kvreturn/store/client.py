@@ -24,8 +24,8 @@ def connect(url: StoreURL, *, pool_size: int, connect_timeout: float) -> Client:
     tls: dict[str, Any] = {k: v for k, v in url.options.items() if k.startswith("ssl_")}
     if url.tls:
         tls["ssl"] = True
-    # Calls are bounded by their callers. Retries are ours: a take must not be sent twice. RESP 2, because RESP 3 costs
-    # each connection two round trips more and gives nothing that is used here.
+    # Calls are bounded by their callers, and nothing is sent twice (see `kvreturn.store.redis`). RESP 2, because RESP 3
+    # costs each connection two round trips more and gives nothing that is used here.
     common: dict[str, Any] = {
         "username": url.username,
         "password": url.password,

@@ -10,7 +10,11 @@ led there, in a cluster too. The pointers stay behind as the traces that tell wh
 are keyed digests, so a reader of Redis sees which keys belong to one turn, but not which turns to one conversation.
 
 Times are the routers' own, in microseconds: a put that a stalled server executes late is as old as it is, and neither
-stands before a newer one nor lives longer. Their clocks must agree within a few seconds (NTP).
+stands before a newer one nor lives longer. Clocks, the server's too, must agree within a second or so (NTP).
+
+No command is sent twice: a handle could be taken between its two puts, and a take whose answer is lost may have taken.
+What is safe is done again by redis-py: a connection that the server has closed is replaced before anything is sent, a
+script that the server did not know is sent in full.
 """
 
 import itertools
@@ -37,9 +41,8 @@ _PER_KEY = 8  # as in the memory store
 _TRACE = 60_000_000  # as in the memory store
 _SKEW = 500_000  # a server's clock may be so much ahead; it drops what expires by its own
 _NEAR, _FAR = 128, 1024  # keys of a look-up: a turn adds a few items, so that the first is nearly always enough
-_CLUSTER_KEYS = (
-    2 * _NEAR
-)  # more are not looked at: redis-py takes 3 ms for a cluster pipeline of 128, and all streams wait
+# In a cluster no more are looked at: redis-py takes 3 ms for a pipeline of 128, for which all streams wait.
+_CLUSTER_KEYS = 2 * _NEAR
 
 # Lua is needed here: which of many keys leads to a live record is known to the server only, and commands that take
 # unconditionally, in one pipeline, would take several. So look-up and take are one round trip, and no pipeline of 128
@@ -128,14 +131,20 @@ class RedisStore:
         value = self._codec.seal(name, keys, record)
         if len(value) > self._max_record_bytes:
             raise StoreError("oversize")
+        pipe: Any = self._client.pipeline(transaction=False)  # typed as if its methods executed their commands
+        # A marker stays as long as the traces: it tells its reason for that long.
+        pipe.set(name, value, pxat=(pointer.expires if pointer.kind == _HANDLE else forget) // 1000)
+        for key in keys:
+            index = _INDEX + key
+            pipe.zadd(index, {_POINTER.pack(*pointer): pointer.put_at})
+            pipe.zremrangebyrank(index, 0, -_PER_KEY - 1)
+            pipe.pexpireat(index, forget // 1000, nx=True)
+            pipe.pexpireat(index, forget // 1000, gt=True)  # a short TTL does not cut a longer one's
         with _named():
-            try:
-                await self._write(name, value, keys, pointer, forget)
-            except errors.ConnectionError:
-                await self._write(name, value, keys, pointer, forget)  # twice the same is once
+            await pipe.execute()
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
-        """See `SessionStore.take`. Never sent twice: if the first answer is lost, so is the handle.
+        """See `SessionStore.take`. If the answer is lost, so is the handle.
 
         Raises:
             StoreError: nothing is known, or what was there cannot be read.
@@ -167,18 +176,6 @@ class RedisStore:
     async def aclose(self) -> None:
         """Close all connections."""
         await close(self._client)
-
-    async def _write(self, name: bytes, value: bytes, keys: Sequence[bytes], pointer: _Pointer, forget: int) -> None:
-        pipe: Any = self._client.pipeline(transaction=False)  # typed as if its methods executed their commands
-        # A marker stays as long as the traces: it tells its reason for that long.
-        pipe.set(name, value, pxat=(pointer.expires if pointer.kind == _HANDLE else forget) // 1000)
-        for key in keys:
-            index = _INDEX + key
-            pipe.zadd(index, {_POINTER.pack(*pointer): pointer.put_at})
-            pipe.zremrangebyrank(index, 0, -_PER_KEY - 1)
-            pipe.pexpireat(index, forget // 1000, nx=True)
-            pipe.pexpireat(index, forget // 1000, gt=True)  # a short TTL does not cut a longer one's
-        await pipe.execute()
 
     def _now(self) -> int:
         return int(self._clock() * 1e6)
