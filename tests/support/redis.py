@@ -127,8 +127,11 @@ def redis_store(url: str, *, key: bytes = KEY, pool_size: int = 32, **more: Any)
 
 @contextlib.asynccontextmanager
 async def sharing(url: str, **store: Any) -> AsyncIterator[Harness]:  # noqa: ANN401 - settings as YAML has them
-    """A started router that keeps its sessions there, and soon finds a server again that was away."""
-    one = harness(store={"url": url, "breaker_probe": 0.1} | store)
+    """A started router that keeps its sessions there, and soon finds a server again that was away.
+
+    Its deadline is longer than the default, so that a busy machine changes no outcome.
+    """
+    one = harness(store={"url": url, "breaker_probe": 0.1, "deadline": 1.0} | store)
     async with contextlib.aclosing(one.world.guard):
         await one.world.guard.start()
         yield one

@@ -8,7 +8,7 @@ is no dependency.
 import hmac
 import os
 import zlib
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -24,6 +24,21 @@ _LARGE = 1024  # below that, deflating saves less than a hundred bytes
 _NONCE = 12  # bytes; NIST SP 800-38D, and random: 2^32 records under one key are safe
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is sealed.
+
+    Attributes:
+        keys: the session keys that lead to it.
+        put_at: microseconds since 1970.
+        record: the record.
+    """
+
+    keys: tuple[bytes, ...]
+    put_at: int
+    record: Record
+
+
 class Codec:
     """Turns records into values and back.
 
@@ -35,33 +50,38 @@ class Codec:
         self._aead = AESGCM(hmac.digest(key, b"store records", "sha256"))
         self._key_id = hmac.digest(key, b"store key id", "sha256")[:4]
 
-    def seal(self, name: bytes, keys: Sequence[bytes], record: Record) -> bytes:
-        """The value of a record.
+    def seal(self, place: bytes, entry: Entry) -> bytes:
+        """The value of an entry.
 
         Args:
-            name: the Redis key under which it will stand.
-            keys: the session keys that lead to it.
-            record: the record.
+            place: where it will stand; it opens nowhere else.
+            entry: the entry.
         """
+        record = entry.record
         message = pb.Record(
-            keys=keys,
+            keys=entry.keys,
+            put_at=entry.put_at,
             ttl=record.ttl,
             handle=record.handle,
             reason=record.reason,
             decode_node=record.decode_node,
             prefill_node=record.prefill_node,
+            prompt=record.prompt,
+            turns=record.turns,
+            returned=record.returned,
+            pending=record.pending,
         )
         text, nonce = message.SerializeToString(), os.urandom(_NONCE)
         deflated = len(text) > _LARGE
-        sealed = self._aead.encrypt(nonce, zlib.compress(text, 1) if deflated else text, name)
+        sealed = self._aead.encrypt(nonce, zlib.compress(text, 1) if deflated else text, place)
         envelope = pb.Envelope(version=_VERSION, key_id=self._key_id, nonce=nonce, sealed=sealed, deflated=deflated)
         return envelope.SerializeToString()
 
-    def open(self, name: bytes, key: bytes, value: bytes) -> Record:
-        """The record of a value.
+    def open(self, place: bytes, key: bytes, value: bytes) -> Entry:
+        """The entry of a value.
 
         Args:
-            name: the Redis key under which it stood.
+            place: where it stood.
             key: the session key that led there.
             value: what stood there.
 
@@ -75,17 +95,22 @@ class Codec:
                 raise StoreError("unreadable")
             if envelope.key_id != self._key_id:
                 raise StoreError("wrong_key")
-            text = self._aead.decrypt(envelope.nonce, envelope.sealed, name)
+            text = self._aead.decrypt(envelope.nonce, envelope.sealed, place)
             message = pb.Record.FromString(zlib.decompress(text) if envelope.deflated else text)
             if key not in message.keys:
                 raise StoreError("unreadable")
-            return Record(
+            record = Record(
                 ttl=message.ttl,
                 handle=message.handle if message.HasField("handle") else None,
                 reason=Outcome(message.reason) if message.HasField("reason") else None,
                 decode_node=message.decode_node if message.HasField("decode_node") else None,
                 prefill_node=message.prefill_node if message.HasField("prefill_node") else None,
+                prompt=message.prompt,
+                turns=message.turns,
+                returned=message.returned,
+                pending=message.pending,
             )
+            return Entry(tuple(message.keys), message.put_at, record)
         # ValueError: a nonce of another length, or a reason of a later version.
         except (DecodeError, InvalidTag, ValueError, zlib.error):
             raise StoreError("unreadable") from None

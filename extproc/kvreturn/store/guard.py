@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from kvreturn.config import Store
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Put, SessionStore, Taken
+from kvreturn.core.ports import Put, Record, SessionStore, Taken
 from kvreturn.store.errors import StoreError
 from kvreturn.telemetry.metrics import Metrics
 
@@ -70,14 +70,13 @@ class Guard:
         taken = await self._call("take", lambda: self._store.take(keys))
         return taken or Taken(None, Outcome.STORE_UNAVAILABLE)
 
-    async def put(self, put: Put) -> bool:
-        """Put into the store. Returns whether it is there."""
+    async def put(self, put: Put) -> bytes | None:
+        """Put into the store. Returns the ticket, or None if it is not there."""
+        return await self._call("put", lambda: self._store.put(put.keys, put.record))
 
-        async def kept() -> bool:
-            await self._store.put(put.keys, put.record)
-            return True
-
-        return bool(await self._call("put", kept))
+    async def replace(self, ticket: bytes, record: Record) -> bool:
+        """Replace a record in the store. Returns whether it was still there."""
+        return bool(await self._call("replace", lambda: self._store.replace(ticket, record)))
 
     async def _call(self, operation: str, call: Callable[[], Awaitable[T]]) -> T | None:
         if self.is_open:

@@ -5,9 +5,10 @@ What stands where (`kvr1` is the version of this layout):
     kvr1:<session key>   sorted set of pointers to records, by the time at which their turns ended; the newest eight
     kvr1r:<random id>    one record, sealed (`codec`), for as long as it may be used
 
-A record is reached by several session keys, so its own key is the one truth: GETDEL on it takes it, once, whichever key
-led there, in a cluster too. The pointers stay behind as the traces that tell why there is nothing to take. Session keys
-are keyed digests, so a reader of Redis sees which keys belong to one turn, but not which turns to one conversation.
+A record is reached by several session keys, so its own key is the one truth: who deletes it has taken it, once,
+whichever key led there; who replaces it finds it there or not. The pointers stay behind as the traces that tell why
+there is nothing to take. Session keys are keyed digests, so a reader of Redis sees which keys belong to one turn, but
+not which turns to one conversation.
 
 Times are the routers' own, in microseconds: a put that a stalled server executes late is as old as it is, and neither
 stands before a newer one nor lives longer. Clocks, the server's too, must agree within a second or so (NTP).
@@ -28,14 +29,15 @@ from typing import Any, NamedTuple
 from redis import exceptions as errors
 from redis.asyncio import RedisCluster
 
+from kvreturn._proto.kvreturn.store.v1 import record_pb2 as pb
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Record, Taken
 from kvreturn.store.client import Client, close
-from kvreturn.store.codec import Codec
+from kvreturn.store.codec import Codec, Entry
 from kvreturn.store.errors import StoreError
 
 _INDEX, _RECORD = b"kvr1:", b"kvr1r:"
-_POINTER = struct.Struct(">c16sQQ")
+_POINTER = struct.Struct(">16sQ")  # id, microseconds since 1970 at which its TTL ends
 _HANDLE, _MARKER = b"h", b"m"
 _PER_KEY = 8  # as in the memory store
 _TRACE = 60_000_000  # as in the memory store
@@ -51,13 +53,22 @@ _TAKE = """
 local dead = {}
 for i, key in ipairs(KEYS) do
   for _, pointer in ipairs(redis.call('ZRANGE', key, 0, -1, 'REV')) do
-    local take = string.sub(pointer, 1, 1) == 'h' and 'GETDEL' or 'GET'
-    local value = redis.call(take, ARGV[1] .. string.sub(pointer, 2, 17))
-    if value then return {i - 1, pointer, value} end
+    local name = ARGV[1] .. string.sub(pointer, 1, 16)
+    local value = redis.call('GET', name)
+    if value then
+      if string.sub(value, 1, 1) == 'h' then redis.call('DEL', name) end
+      return {i - 1, pointer, value}
+    end
     if #dead == 0 then dead = {i - 1, pointer, false} end
   end
 end
 return dead
+"""
+# The end of that, for a cluster: it touches one key.
+_TAKE_ONE = """
+local value = redis.call('GET', KEYS[1])
+if value and string.sub(value, 1, 1) == 'h' then redis.call('DEL', KEYS[1]) end
+return value
 """
 
 _KINDS: tuple[tuple[type[Exception], str, bool], ...] = (  # the first that fits: error, kind, whether the store is down
@@ -77,9 +88,7 @@ _KINDS: tuple[tuple[type[Exception], str, bool], ...] = (  # the first that fits
 
 
 class _Pointer(NamedTuple):
-    kind: bytes
     id: bytes
-    put_at: int
     expires: int
 
 
@@ -115,33 +124,51 @@ class RedisStore:
         self._max_record_bytes = max_record_bytes
         self._clock = clock
         self._last = 0
-        self._script = None if isinstance(client, RedisCluster) else client.register_script(_TAKE)
+        self._clustered = isinstance(client, RedisCluster)
+        self._script = client.register_script(_TAKE_ONE if self._clustered else _TAKE)
 
-    async def put(self, keys: Sequence[bytes], record: Record) -> None:
+    async def put(self, keys: Sequence[bytes], record: Record) -> bytes:
         """See `SessionStore.put`.
 
         Raises:
             StoreError: it is not stored, or not surely.
         """
+        ticket = pb.Ticket(id=os.urandom(16), keys=keys)
+        await self._write(ticket, record, again=False)
+        return ticket.SerializeToString()
+
+    async def replace(self, ticket: bytes, record: Record) -> bool:
+        """See `SessionStore.replace`. The record's own key decides: who takes it meanwhile has it.
+
+        Raises:
+            StoreError: nothing is known.
+        """
+        return await self._write(pb.Ticket.FromString(ticket), record, again=True)
+
+    async def abandon(self) -> Sequence[Record]:
+        """See `SessionStore.abandon`: other routers go on."""
+        return ()
+
+    async def _write(self, ticket: pb.Ticket, record: Record, *, again: bool) -> bool:
         ttl = int(record.ttl * 1e6)
-        self._last = now = max(self._now(), self._last + 1)
-        forget = now + ttl + max(ttl, _TRACE)
-        pointer = _Pointer(_HANDLE if record.handle is not None else _MARKER, os.urandom(16), now, now + ttl)
-        name = _RECORD + pointer.id
-        value = self._codec.seal(name, keys, record)
+        self._last = now = max(int(self._clock() * 1e6), self._last + 1)
+        expires, forget = now + ttl, now + ttl + max(ttl, _TRACE)
+        kind, name = _MARKER if record.handle is None else _HANDLE, _RECORD + ticket.id
+        value = kind + self._codec.seal(name + kind, Entry(tuple(ticket.keys), now, record))
         if len(value) > self._max_record_bytes:
             raise StoreError("oversize")
         pipe: Any = self._client.pipeline(transaction=False)  # typed as if its methods executed their commands
         # A marker stays as long as the traces: it tells its reason for that long.
-        pipe.set(name, value, pxat=(pointer.expires if pointer.kind == _HANDLE else forget) // 1000)
-        for key in keys:
+        pipe.set(name, value, pxat=(forget if kind == _MARKER else expires) // 1000, xx=again)
+        for key in ticket.keys:
             index = _INDEX + key
-            pipe.zadd(index, {_POINTER.pack(*pointer): pointer.put_at})
-            pipe.zremrangebyrank(index, 0, -_PER_KEY - 1)
-            pipe.pexpireat(index, forget // 1000, nx=True)
+            if not again:
+                pipe.zadd(index, {_POINTER.pack(ticket.id, expires): now})
+                pipe.zremrangebyrank(index, 0, -_PER_KEY - 1)
+                pipe.pexpireat(index, forget // 1000, nx=True)
             pipe.pexpireat(index, forget // 1000, gt=True)  # a short TTL does not cut a longer one's
         with _named():
-            await pipe.execute()
+            return bool((await pipe.execute())[0])
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """See `SessionStore.take`. If the answer is lost, so is the handle.
@@ -151,15 +178,15 @@ class RedisStore:
         """
         dead: _Pointer | None = None
         with _named():
-            for part in _parts(keys if self._script else keys[:_CLUSTER_KEYS]):
-                found = await (self._find(part) if self._script else self._find_in_cluster(part))
+            for part in _parts(keys[:_CLUSTER_KEYS] if self._clustered else keys):
+                found = await (self._find_in_cluster(part) if self._clustered else self._find(part))
                 if found and found.value is not None:
                     return self._taken(found, found.value)
                 if found and dead is None:
                     dead = found.pointer
         if dead is None:
             return Taken()
-        return Taken(None, Outcome.EXPIRED if self._now() + _SKEW >= dead.expires else Outcome.ALREADY_TAKEN)
+        return Taken(None, Outcome.EXPIRED if self._clock() * 1e6 + _SKEW >= dead.expires else Outcome.ALREADY_TAKEN)
 
     async def ping(self) -> None:
         """See `SessionStore.ping`."""
@@ -177,19 +204,17 @@ class RedisStore:
         """Close all connections."""
         await close(self._client)
 
-    def _now(self) -> int:
-        return int(self._clock() * 1e6)
-
     def _taken(self, found: _Found, value: bytes) -> Taken:
-        record = self._codec.open(_RECORD + found.pointer.id, found.key, value)
-        now = self._now()
-        if now >= found.pointer.expires:  # by our clock, whatever the server's says
-            return Taken(None, record.reason or Outcome.EXPIRED)
-        return Taken(record, None, max(now - found.pointer.put_at, 0) / 1e6)
+        ident = found.pointer.id
+        entry = self._codec.open(_RECORD + ident + value[:1], found.key, value[1:])
+        age = self._clock() - entry.put_at / 1e6
+        if age >= entry.record.ttl:  # by our clock, whatever the server's says
+            return Taken(None, entry.record.reason or Outcome.EXPIRED)
+        ticket = pb.Ticket(id=ident, keys=entry.keys).SerializeToString()
+        return Taken(entry.record, None, max(age, 0.0), ticket)
 
     async def _find(self, keys: Sequence[bytes]) -> _Found | None:
         """Look up, and take, in one round trip."""
-        assert self._script
         reply = await self._script([_INDEX + key for key in keys], [_RECORD])
         return _Found(keys[reply[0]], _unpack(reply[1]), reply[2]) if reply else None
 
@@ -209,8 +234,7 @@ class RedisStore:
         for ident in found:
             pipe.exists(_RECORD + ident)
         for (key, pointer), there in zip(found.values(), await pipe.execute(), strict=True):
-            take = client.getdel if pointer.kind == _HANDLE else client.get
-            value = await take(_RECORD + pointer.id) if there else None
+            value = await self._script([_RECORD + pointer.id]) if there else None
             if value is not None:  # else another one was faster
                 return _Found(key, pointer, value)
         return _Found(*next(iter(found.values())), None)

@@ -1,6 +1,7 @@
 """What every session store does: in this process's memory, on one Redis server, in a Redis cluster."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from redis.asyncio import RedisCluster
@@ -34,6 +35,7 @@ async def test_a_handle_is_taken_once_and_by_all_of_its_keys(subject: Subject) -
         Record(25.125, bytes(range(256)) * 40, None, "[fd00::1]:8000", None),
         Record(450.0, None, Outcome.MULTIPLE_CHOICES, None, "p:1"),
         Record(1e6, b"", None, "d:1", "p:1"),
+        Record(3600.0, None, None, "d:1", "p:1", prompt=20_000, turns=7, returned=20_300, pending=True),
     ],
 )
 async def test_a_record_comes_back_as_it_was(subject: Subject, record: Record) -> None:
@@ -148,6 +150,48 @@ async def test_one_key_holds_the_eight_newest(subject: Subject) -> None:
         await subject.store.put([A], handle(str(i)))
     taken = [(await subject.store.take([A])).record for _ in range(9)]
     assert taken == [*(handle(str(i)) for i in range(11, 3, -1)), None]
+
+
+RETURNING = Record(3600.0, None, None, "d:1", "p:1", prompt=100, turns=2, returned=160, pending=True)
+
+
+async def test_a_record_is_replaced_while_it_is_there(subject: Subject) -> None:
+    """An eager return: the handle gives way to the word of where its tokens are going, and then of where they are."""
+    ticket = await subject.store.put([A, B], handle(ttl=450.0))
+    await subject.advance(10)
+    assert await subject.store.replace(ticket, RETURNING) is True
+    await subject.advance(5)
+    for key in (A, B, A):  # it is no handle: it stays
+        taken = await subject.store.take([key])
+        assert (taken.record, taken.ticket) == (RETURNING, ticket)
+        assert taken.age == pytest.approx(5, abs=1e-3)
+    back = replace(RETURNING, pending=False)
+    assert await subject.store.replace(ticket, back) is True
+    await subject.advance(3599)  # its time has begun anew
+    assert await take(subject, B) == (back, None)
+    await subject.advance(1)
+    assert await take(subject, B) == (None, Outcome.EXPIRED)
+
+
+async def test_what_was_taken_or_has_expired_is_not_replaced(subject: Subject) -> None:
+    taken, expired = await subject.store.put([A], handle()), await subject.store.put([B], handle(ttl=5.0))
+    found = await subject.store.take([A])
+    assert found.ticket == taken
+    assert await subject.store.replace(taken, RETURNING) is False
+    await subject.advance(5)
+    assert await subject.store.replace(expired, RETURNING) is False
+    assert await take(subject, A) == (None, Outcome.ALREADY_TAKEN)
+    assert await take(subject, B) == (None, Outcome.EXPIRED)
+
+
+async def test_either_the_next_turn_or_the_return_has_the_handle(subject: Subject) -> None:
+    for i in range(20):
+        key = b"%017d" % i
+        ticket = await subject.store.put([key, A], handle())
+        calls = [subject.store.take([key]), subject.store.replace(ticket, RETURNING), subject.store.take([key])]
+        first, replaced, second = await asyncio.gather(*calls[:: 1 if i % 2 else -1])
+        got = [t.record for t in (first, second) if isinstance(t, Taken) and t.record and t.record.handle]
+        assert len(got) == (0 if replaced else 1)
 
 
 async def test_a_store_that_is_there_answers(subject: Subject) -> None:

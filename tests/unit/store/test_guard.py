@@ -41,9 +41,18 @@ class Scripted:
         await self._call("take")
         return Taken(handle())
 
-    async def put(self, keys: Sequence[bytes], record: Record) -> None:
+    async def put(self, keys: Sequence[bytes], record: Record) -> bytes:
         del keys, record
         await self._call("put")
+        return b"ticket"
+
+    async def replace(self, ticket: bytes, record: Record) -> bool:
+        del ticket, record
+        await self._call("replace")
+        return True
+
+    async def abandon(self) -> Sequence[Record]:
+        return ()
 
     async def ping(self) -> None:
         self.calls.append("ping")
@@ -89,8 +98,9 @@ DOWN = StoreError("connection", down=True)
 
 async def test_what_succeeds_is_passed_on_and_timed(setup: Setup) -> None:
     assert await setup.guard.take([A]) == Taken(handle())
-    assert await setup.guard.put(PUT) is True
-    for operation in ("take", "put"):
+    assert await setup.guard.put(PUT) == b"ticket"
+    assert await setup.guard.replace(b"ticket", handle()) is True
+    for operation in ("take", "put", "replace"):
         assert setup.metrics.value("kvreturn_store_duration_seconds_count", operation=operation) == 1
 
 
@@ -100,8 +110,9 @@ async def test_what_succeeds_is_passed_on_and_timed(setup: Setup) -> None:
 async def test_an_error_is_a_miss_that_is_counted(setup: Setup, error: Exception, kind: str) -> None:
     setup.store.error = error
     assert await setup.guard.take([A]) == COLD
-    assert await setup.guard.put(PUT) is False
-    assert (setup.errors("take", kind), setup.errors("put", kind)) == (1, 1)
+    assert await setup.guard.put(PUT) is None
+    assert await setup.guard.replace(b"ticket", handle()) is False
+    assert [setup.errors(operation, kind) for operation in ("take", "put", "replace")] == [1, 1, 1]
 
 
 async def test_a_slow_store_costs_its_deadline(setup: Setup) -> None:
@@ -120,7 +131,7 @@ async def test_failures_in_a_row_open_the_breaker_until_the_store_answers(setup:
     assert setup.metrics.value("kvreturn_store_breaker_open") == 1
     setup.store.calls.clear()
     assert await setup.guard.take([A]) == COLD
-    assert await setup.guard.put(PUT) is False
+    assert await setup.guard.put(PUT) is None
     assert (setup.errors("take", "breaker_open"), setup.errors("put", "breaker_open")) == (1, 1)
     await asyncio.sleep(0.12)
     assert set(setup.store.calls) == {"ping"}  # no turn is spent on asking
@@ -169,7 +180,7 @@ async def test_what_this_process_was_too_busy_for_keeps_it_closed(setup: Setup) 
 
 
 async def test_calls_at_a_time_are_bounded_and_who_waits_too_long_goes_cold(setup: Setup) -> None:
-    setup.store.seconds = 0.015
+    setup.store.seconds, setup.guard._settings = 0.3, Store(deadline=0.4, pool_size=4)
     taken = await asyncio.gather(*(setup.guard.take([A]) for _ in range(20)))
     assert setup.store.most == 4
     assert 4 <= taken.count(Taken(handle())) <= 8

@@ -121,7 +121,7 @@ async def test_a_reader_of_redis_sees_digests_and_noise(make: Make) -> None:
     text = b"".join([*itertools.chain.from_iterable(indexes.values()), *records.values()])
     assert b"10.0.0" not in text
     assert not any(key in text for turn in turns for key in turn)
-    ids = [{pointer[1:17] for key in turn for pointer in indexes[b"kvr1:" + key]} for turn in turns]
+    ids = [{pointer[:16] for key in turn for pointer in indexes[b"kvr1:" + key]} for turn in turns]
     assert [len(i) for i in ids] == [1, 1]  # a turn's two keys lead to one record
     assert not ids[0] & ids[1]  # and nothing leads from one turn to another
 
@@ -219,3 +219,10 @@ async def test_a_restarted_server_is_found_again_and_learns_the_script_again(mak
     assert await store.take([A]) == Taken()
     await store.put([A], handle())
     assert (await store.take([A])).record == handle()
+
+
+async def test_a_router_that_stops_leaves_the_handles_to_the_others(make: Make) -> None:
+    stopping = make()
+    await stopping.put([A], handle())
+    assert await stopping.abandon() == ()
+    assert (await make().take([A])).record == handle()

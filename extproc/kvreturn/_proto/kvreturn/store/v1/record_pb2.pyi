@@ -21,17 +21,35 @@ class Envelope(_message.Message):
     def __init__(self, version: _Optional[int] = ..., key_id: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., sealed: _Optional[bytes] = ..., deflated: _Optional[bool] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("keys", "ttl", "handle", "reason", "decode_node", "prefill_node")
+    __slots__ = ("keys", "ttl", "handle", "reason", "decode_node", "prefill_node", "put_at", "prompt", "turns", "returned", "pending")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    PUT_AT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    PENDING_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     ttl: float
     handle: bytes
     reason: str
     decode_node: str
     prefill_node: str
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., ttl: _Optional[float] = ..., handle: _Optional[bytes] = ..., reason: _Optional[str] = ..., decode_node: _Optional[str] = ..., prefill_node: _Optional[str] = ...) -> None: ...
+    put_at: int
+    prompt: int
+    turns: int
+    returned: int
+    pending: bool
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., ttl: _Optional[float] = ..., handle: _Optional[bytes] = ..., reason: _Optional[str] = ..., decode_node: _Optional[str] = ..., prefill_node: _Optional[str] = ..., put_at: _Optional[int] = ..., prompt: _Optional[int] = ..., turns: _Optional[int] = ..., returned: _Optional[int] = ..., pending: _Optional[bool] = ...) -> None: ...
+
+class Ticket(_message.Message):
+    __slots__ = ("id", "keys")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    id: bytes
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, id: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
