@@ -17,7 +17,7 @@ T = TypeVar("T")
 _MOST = 0.8
 _HINTS = {
     "auth": "check user, password and permissions of `store.url`",
-    "busy": "more turns at once than `store.pool_size` and `store.deadline` allow for",
+    "busy": "more turns at once than this process, or `store.pool_size`, can serve within `store.deadline`",
     "full": "the server has no room: raise its maxmemory",
     "oversize": "a record over `store.max_record_bytes`",
     "refused": "the server refused the command: Redis 7.0 or newer, or Valkey, is needed",
