@@ -153,7 +153,9 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
         VllmNode("single", single, sides[2], model, "single", arguments=UNCACHED),
     ]
     async with contextlib.AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession())
+        # A new connection each time: vLLM closes those that are idle for 5 s, maybe just as one is used again.
+        connector = aiohttp.TCPConnector(force_close=True)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         children = {node.name: node.child(python, sink) for node in nodes}
 
         async def stop() -> None:
