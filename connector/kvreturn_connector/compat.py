@@ -73,6 +73,7 @@ def check_connector() -> None:
         NixlPullConnectorScheduler,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker  # noqa: PLC0415
+    from vllm.v1.request import Request  # noqa: PLC0415
 
     scheduler, worker = NixlPullConnectorScheduler, NixlPullConnectorWorker
     check_members(
@@ -87,5 +88,6 @@ def check_connector() -> None:
         scheduler.update_state_after_alloc, ("_remote_blocks_processed", "_reqs_need_recv", "remote_block_ids")
     )
     check_source(scheduler.request_finished, ("_reqs_need_send", "_reqs_not_processed", "remote_num_tokens"))
+    check_source(Request.__init__, ("num_computed_tokens", "num_output_placeholders"))
     check_source(worker.start_load_kv, ("_reqs_to_process", "_reqs_to_send", "scheduler_clock"))
     check_source(NixlBaseConnectorScheduler.__init__, ("side_channel_host", "is_bidirectional_kv_xfer_enabled"))

@@ -1,6 +1,7 @@
 """What the KV of a vLLM request depends on, as the wire format wants it."""
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from kvreturn_connector import wire
@@ -23,6 +24,23 @@ class Prompts:
         lora = request.lora_request.lora_name if request.lora_request else ""
         return wire.chain_seed(self._secret, lora=lora, cache_salt=request.cache_salt or "")
 
+    def held(self, request: Any, blocks: Sequence[int]) -> tuple[int, list[int]]:
+        """What a finished request surely holds.
+
+        With asynchronous scheduling vLLM counts a token as computed when its step is scheduled: the last ones may be
+        written at this moment, while a reader is already on its way. And with speculative decoding it has computed more
+        tokens than it keeps when one of them ends the answer.
+
+        Args:
+            request: vLLM's.
+            blocks: all that it has, of one KV cache group.
+
+        Returns:
+            Number of tokens, and the blocks that they are in.
+        """
+        held = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
+        return held, list(blocks[: -(-held // self.block_size)])
+
     def inputs(self, request: Any, tokens: int) -> dict[int, bytes] | None:
         """By block: what the first `tokens` tokens depend on besides LoRA and salt, by vLLM's own rule.
 
@@ -42,6 +60,12 @@ class Prompts:
             if ours:
                 extra[block] = hashlib.sha256(repr(ours).encode()).digest()
         return extra
+
+    def ids(self, request: Any) -> list[int] | None:
+        """The prompt's token ids; None if its KV depends on more than these."""
+        if request.mm_features or request.prompt_embeds is not None or request.prompt_token_ids is None:
+            return None
+        return list(request.prompt_token_ids)
 
     def digest(self, request: Any) -> str | None:
         """See `wire.prompt_digest`; None if it cannot be told."""

@@ -28,6 +28,7 @@ class _Read:
         read: tokens to read, or read.
         keep: whether a decode node will come for our blocks.
         free: whether the request is only there to give the handle back.
+        ids: whether the router asks for the prompt's token ids.
     """
 
     offer: Offer | None = None
@@ -38,6 +39,7 @@ class _Read:
     read: int = 0
     keep: bool = True
     free: bool = False
+    ids: bool = False
 
 
 class Reads:
@@ -71,7 +73,8 @@ class Reads:
         """
         read = self._reads[request.request_id] = _Read()
         member = params.get(wire.MEMBER)
-        read.keep = not (isinstance(member, Mapping) and member.get("keep") is False)
+        if isinstance(member, Mapping):
+            read.keep, read.ids = member.get("keep") is not False, member.get("ids") is True
         handle = open_offer(params)
         if handle is not None:
             self._examine(request, handle, read)
@@ -181,7 +184,9 @@ class Reads:
         if read.offer and read.reason is None and not request.kv_transfer_params.get(_LOADED):
             self._let_go(read.offer)  # it ended before its handle was decided or loaded
         proven = read.offer.proven if read.offer else 0
-        return wire.Report(proven, read.read, read.local, read.reason, self._prompts.digest(request)), read.keep
+        ids = self._prompts.ids(request) if read.ids else None
+        digest = self._prompts.digest(request)
+        return wire.Report(proven, read.read, read.local, read.reason, digest, ids=ids), read.keep
 
     def _let_go(self, offer: Offer) -> "Future[str]":
         """D need not wait."""

@@ -169,16 +169,17 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
         """D's handle, if the turn may leave one."""
         keep = self._worth_keeping(params, out)
         if keep:
-            blocks, held = out["remote_block_ids"][0], out["remote_num_tokens"]
+            (blocks,) = out["remote_block_ids"]
+            held, named = self._prompts.held(request, blocks)
             tokens, inputs = request.all_token_ids[:held], self._prompts.inputs(request, held)
             digests = wire.block_digests(tokens, self.block_size, self._prompts.seed(request), inputs)
-            mark = ticket(self.engine_id, request.request_id, blocks, held, digests)
+            mark = ticket(self.engine_id, request.request_id, named, held, digests)
             reader_asks = isinstance(params.get(wire.MEMBER), Mapping)  # P runs our connector: its report came along
             keep = self.pins.pin(request.request_id, blocks, mark, releasable=reader_asks)
         if not keep:
             self._unpin(request, delay=delay)
             return False, None
-        out["remote_block_ids"] = [list(blocks)]
+        out["remote_block_ids"], out["remote_num_tokens"] = [named], held
         proof = wire.Proof(
             self.block_size,
             wire.scope_tag(self._prompts.seed(request)),

@@ -118,8 +118,8 @@ class Returns(_Model):
     )
     priority: int | None = Field(
         None,
-        description="vLLM's `priority` for returns (higher is later). Only for prefill nodes with `--scheduling-policy "
-        "priority`: others refuse it.",
+        description="vLLM's `priority` for returns (higher is later), for prefill nodes with `--scheduling-policy "
+        "priority`.",
     )
 
 

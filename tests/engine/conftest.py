@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import subprocess
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +14,10 @@ import aiohttp
 import pytest
 import pytest_asyncio
 
-import kvreturn.demo
 from kvreturn.config import Settings
 from kvreturn.demo.counters import prompt_tokens_by_source
 from kvreturn.demo.stack import free_addresses
-from kvreturn.demo.vllm_node import EngineMissingError, VllmNode, engine_python
+from kvreturn.demo.vllm_node import EngineMissingError, VllmNode, engine_python, make_model
 from kvreturn.envoy import bootstrap
 from kvreturn.envoy.process import Child, Sink
 from kvreturn.envoy.runner import EnvoyProcess
@@ -145,9 +143,9 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
     except EngineMissingError as e:
         pytest.skip(str(e))
     model = tmp_path_factory.mktemp("model") / "tiny"
-    maker = Path(kvreturn.demo.__file__).parent / "tiny_model.py"
-    make = [str(python), str(maker), str(model), "--template", "drop_thinking"]
-    await asyncio.to_thread(subprocess.run, make, check=True)
+    lines: deque[str] = deque(maxlen=10_000)
+    sink = functools.partial(note, lines)
+    await make_model(python, model, sink, template="drop_thinking")
     p, d, single, *sides = free_addresses(6)
     nodes = [
         VllmNode("prefill", p, sides[0], model, "prefill", arguments=UNCACHED),
@@ -156,8 +154,6 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engi
     ]
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        lines: deque[str] = deque(maxlen=10_000)
-        sink = functools.partial(note, lines)
         children = {node.name: node.child(python, sink) for node in nodes}
 
         async def stop() -> None:

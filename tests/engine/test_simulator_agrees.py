@@ -51,7 +51,15 @@ async def report(engine: Engine, seed: int, change: Callable[[list[int]], list[i
     return told["proven"], told["read"], told["local"], told.get("reason")
 
 
-@pytest.mark.parametrize("form", [sealed, stock])
+def brought_back(handle: dict[str, object]) -> dict[str, object]:
+    return {"kvreturn": {"v": 1, "handle": handle, "keep": False}}
+
+
+def given_back(handle: dict[str, object]) -> dict[str, object]:
+    return {"kvreturn": {"v": 1, "handle": handle, "free": True}}
+
+
+@pytest.mark.parametrize("form", [sealed, stock, brought_back, given_back])
 @pytest.mark.parametrize("change", [p[1] for p in PROMPTS], ids=[p[0] for p in PROMPTS])
 async def test_prompts(
     engine: Engine, simulated: Engine, form: Change, change: Callable[[list[int]], list[int]]

@@ -12,7 +12,7 @@ import pytest
 import kvreturn.cli.demo
 from kvreturn.demo.run import play
 from kvreturn.demo.script import built_in, from_file
-from kvreturn.demo.stack import MODEL, Stack
+from kvreturn.demo.stack import Stack
 from support import corpus
 from support.demo import SHORT, nodes, run
 from support.gateway import CHAT
@@ -81,14 +81,14 @@ async def test_p_computes_at_most_the_new_suffix_and_one_block(template: str) ->
         bodies = [json.loads(r.body) for r in there.d.requests if r.path == CHAT]
         held: list[int] = []
         new = []
-        for body in [b for b in bodies if b["model"] == MODEL]:
+        for body in [b for b in bodies if b["model"] == "demo-on"]:
             prompt, generated = await tokens_of(session, there.stack, body)
             shared = next((i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b), len(held))
             new.append(len(prompt) - shared)
             held = prompt + generated[:-1]
     assert turns[-1].prompt_tokens > 20_000
     assert all(turn.identical for turn in turns)
-    excess = [turn.on.computed_tokens - suffix for turn, suffix in zip(turns, new, strict=True)]
+    excess = [turn.ways["on"].computed_tokens - suffix for turn, suffix in zip(turns, new, strict=True)]
     assert max(excess) <= BLOCK
     assert sum(new[1:]) < sum(t.prompt_tokens for t in turns[1:]) / 3
 
@@ -100,8 +100,10 @@ async def test_recorded_histories_are_reused_and_answered_alike(path: Path, toke
         turns = [turn async for turn in play(there.stack, from_file(path))]
     assert len(turns) >= 5
     assert all(turn.identical for turn in turns)
-    assert turns[0].on.outcome == "first_turn"
-    assert {turn.on.outcome for turn in turns[1:]} <= ({"hit"} if tokenizer == "exact" else {"hit", "partial_hit"})
+    assert turns[0].ways["on"].outcome == "first_turn"
+    assert {turn.ways["on"].outcome for turn in turns[1:]} <= (
+        {"hit"} if tokenizer == "exact" else {"hit", "partial_hit"}
+    )
 
 
 async def tokens_of(session: aiohttp.ClientSession, stack: Stack, body: Any) -> tuple[list[int], list[int]]:  # noqa: ANN401

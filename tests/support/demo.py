@@ -8,7 +8,7 @@ from typing import Any
 import click.testing
 
 from kvreturn.cli.main import main
-from kvreturn.demo.stack import MODEL, MODEL_OFF, Stack
+from kvreturn.demo.stack import WAYS, Stack
 from kvreturn.sim import NO_TIMING, NodeConfig, SimNode
 from support.envoy import unused_address
 from support.gateway import front, serving_sims
@@ -55,8 +55,8 @@ async def nodes(
 ) -> AsyncIterator[Nodes]:
     """The demo's stack. Another template for the oracle makes it say something else."""
     common: Any = {
-        "model": MODEL,
-        "aliases": (MODEL_OFF,),
+        "model": WAYS[0].model,
+        "aliases": tuple(way.model for way in WAYS[1:]),
         "tokenizer": tokenizer,
         "timing": NO_TIMING,
         "connector": "kvreturn",
@@ -67,9 +67,7 @@ async def nodes(
     admin = unused_address()
     async with serving_sims(p, d, oracle) as urls:
         addresses = [url.removeprefix("http://") for url in urls]
-        models = {MODEL_OFF: {"proof": "off"}}
+        models = {way.model: dict(way.settings) for way in WAYS}
         async with front("kvreturn", addresses[:1], addresses[1:2], admin=admin, models=models) as there:
-            stack = Stack(
-                there.url, f"{urls[2]}/v1", f"{urls[0]}/metrics", f"http://{admin}/metrics", "sim", simulated=True
-            )
+            stack = Stack(there.url, f"{urls[2]}/v1", f"{urls[0]}/metrics", f"http://{admin}/metrics")
             yield Nodes(p, d, oracle, stack)

@@ -1,11 +1,14 @@
 """`kvreturn demo`."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import sys
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +16,56 @@ import click
 import openai
 from rich.console import Console
 
-from kvreturn.demo.run import Turn, play, sentence, summary
+from kvreturn.demo.run import Turn, play, sentences, summary
 from kvreturn.demo.script import Script, ScriptError, built_in, from_file
-from kvreturn.demo.show import TurnTable, plot
-from kvreturn.demo.stack import SimOptions, simulated
-from kvreturn.envoy.process import ProcessError, Sink
+from kvreturn.demo.show import Starting, TurnTable, legend, plot
+from kvreturn.demo.stack import Engine, SimOptions, Stack, simulated
+from kvreturn.demo.vllm_node import PYTHON_ENV, EngineMissingError
+from kvreturn.demo.vllm_node import engine_python as find_engine
+from kvreturn.demo.vllm_stack import VllmOptions, on_vllm
+from kvreturn.envoy.process import ProcessError
 from kvreturn.envoy.runner import find_envoy
 from kvreturn.sim import TEMPLATES
 
 _LOG_LINES = 200
-_LEGEND = """\
-[bold]Simulated:[/] the nodes and all timing ({rate:,.0f} prompt tokens/s; no GPU is used).
-[bold]Real:[/]      the openai client, Envoy, the router, and every byte between them.
-
-[bold]off:[/] the prefill node P computes the whole history anew each turn.
-[bold]on:[/]  P reads back from the decode node D what D holds of it.
-Each turn is played off, on, and on a plain node: all answers must be equal."""
+Nodes = Callable[[Callable[[str], None]], AbstractAsyncContextManager[Stack]]
+"""Starts the demo's processes, and says what is being waited for."""
 _PICTURES = (".png", ".svg", ".pdf")
 
 
 @click.command()
 @click.option(
+    "--engine",
+    type=click.Choice(["sim", "vllm-cpu"]),
+    default="sim",
+    show_default=True,
+    help="sim: simulated nodes. vllm-cpu: real vLLM nodes on the CPU, with a tiny random model and a shorter "
+    "conversation; `make engine` installs it.",
+)
+@click.option(
+    "--engine-python",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help=f"The Python that vLLM is installed in.  [default: ${PYTHON_ENV}, or .venv-engine/bin/python]",
+)
+@click.option(
     "--conversation",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Play the user and tool messages of this chat history (JSON) instead of the built-in conversation.",
 )
-@click.option("--template", type=click.Choice(sorted(TEMPLATES)), default="plain", show_default=True)
-@click.option("--tokenizer", type=click.Choice(["exact", "blurry"]), default="exact", show_default=True)
+@click.option(
+    "--template",
+    type=click.Choice(sorted(TEMPLATES)),
+    default="plain",
+    show_default=True,
+    help="Chat template; real nodes have plain only.",
+)
+@click.option(
+    "--tokenizer",
+    type=click.Choice(["exact", "blurry"]),
+    default="exact",
+    show_default=True,
+    help="blurry: what the model says does not always encode back to the tokens that it generated.",
+)
 @click.option(
     "--prefill-cache/--no-prefill-cache",
     default=False,
@@ -51,6 +77,8 @@ _PICTURES = (".png", ".svg", ".pdf")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--verbose", is_flag=True, help="Show the logs of nodes, router and Envoy.")
 def command(
+    engine: Engine,
+    engine_python: Path | None,
     conversation: Path | None,
     template: str,
     tokenizer: str,
@@ -63,15 +91,19 @@ def command(
 
     The same conversation runs three times, in step: `off` (the prefill node computes the whole history each turn), `on`
     (it reads back from the decode node), and on a plain single node, the oracle. All answers must be the same; if not,
-    the exit code is 1. Nodes and their timing are simulated; client, Envoy, router and protocol are real.
+    the exit code is 1. Nodes and their timing are simulated, unless --engine says otherwise; client, Envoy, router and
+    protocol are real.
     """
+    real = engine == "vllm-cpu"
+    if real and template != "plain":
+        raise click.ClickException(f"--template {template} is for simulated nodes: leave it out")
     try:
-        script = from_file(conversation) if conversation else built_in()
-    except ScriptError as e:
+        script = from_file(conversation) if conversation else built_in(small=real)
+        python = find_engine(engine_python) if real else None
+        find_envoy()  # before all the nodes are started in vain
+    except (ScriptError, EngineMissingError, ProcessError) as e:
         raise click.ClickException(str(e)) from None
     _check_picture(picture)
-    _check_envoy()
-    options = SimOptions(template=template, tokenizer=tokenizer, prefill_cache=prefill_cache)
     logs: deque[str] = deque(maxlen=_LOG_LINES)
 
     def sink(name: str, line: str) -> None:
@@ -79,9 +111,24 @@ def command(
         if verbose:
             click.echo(logs[-1], err=True)
 
+    nodes: Nodes = partial(simulated, SimOptions(template, tokenizer, prefill_cache), sink)
+    if python:
+        nodes = partial(on_vllm, VllmOptions(python, tokenizer == "blurry", prefill_cache), sink)
     console = Console(stderr=as_json, quiet=as_json)
+    console.print(legend(engine, SimOptions().prefill_rate), highlight=False)
+    with _errors(() if verbose else logs):
+        turns = asyncio.run(_until_signal(_run(script, nodes, console)))
+    result = _tell(engine, turns, console, picture, as_json=as_json)
+    if not result["identical"]:
+        click.echo("The answers differ: this must never happen.", err=True)
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def _errors(logs: Iterable[str]) -> Iterator[None]:
+    """Say in words what can be said so; before any other error come the last log lines."""
     try:
-        turns = asyncio.run(_until_signal(_run(script, options, console, sink)))
+        yield
     except ProcessError as e:
         raise click.ClickException(str(e)) from None
     except openai.APIStatusError as e:
@@ -89,21 +136,8 @@ def command(
     except (asyncio.CancelledError, KeyboardInterrupt):
         raise click.Abort from None
     except Exception:
-        if not verbose:
-            click.echo("\n".join(["The last log lines:", *logs]), err=True)
+        click.echo("\n".join(["The last log lines:", *logs]), err=True)
         raise
-    result = _tell(turns, console, picture, as_json=as_json)
-    if not result["identical"]:
-        click.echo("The answers differ: this must never happen.", err=True)
-        sys.exit(1)
-
-
-def _check_envoy() -> None:
-    """Before all the nodes are started in vain."""
-    try:
-        find_envoy()
-    except ProcessError as e:
-        raise click.ClickException(str(e)) from None
 
 
 def _check_picture(picture: Path | None) -> None:
@@ -112,15 +146,17 @@ def _check_picture(picture: Path | None) -> None:
         raise click.ClickException(f"--plot {picture}: give a name ending in {endings}, in a folder that exists")
 
 
-def _tell(turns: list[Turn], console: Console, picture: Path | None, *, as_json: bool) -> dict[str, Any]:
-    result = summary("sim", turns)
+def _tell(
+    engine: Engine, turns: list[Turn], console: Console, picture: Path | None, *, as_json: bool
+) -> dict[str, Any]:
+    result = summary(engine, turns)
     if picture:
-        plot(turns, picture, simulated=True)
+        plot(turns, picture, engine)
         console.print(f"\nPlot: {picture}")
     if as_json:
         click.echo(json.dumps(result))
     else:
-        console.print("\n" + sentence(result), highlight=False)
+        console.print("\n" + sentences(result), highlight=False)
         if result["identical"]:
             console.print("In every turn all three answers were the same.")
     return result
@@ -134,14 +170,17 @@ async def _until_signal(work: Coroutine[Any, Any, list[Turn]]) -> list[Turn]:
     return await task
 
 
-async def _run(script: Script, options: SimOptions, console: Console, sink: Sink) -> list[Turn]:
+async def _run(script: Script, nodes: Nodes, console: Console) -> list[Turn]:
     turns: list[Turn] = []
-    console.print(_LEGEND.format(rate=options.prefill_rate), highlight=False)
-    with console.status("") as status:
-        async with simulated(options, sink, lambda what: status.update(f"starting {what}")) as stack:
-            status.stop()
-            with TurnTable(console, script.length) as table:
-                async for turn in play(stack, script):
-                    turns.append(turn)
-                    table.add(turn)
+    with Starting(console) as starting:
+        async with nodes(starting) as stack:
+            starting.done()
+
+            async def played() -> None:
+                with TurnTable(console, script.length) as table:
+                    async for turn in play(stack, script):
+                        turns.append(turn)
+                        table.add(turn)
+
+            await stack.while_alive(played())
     return turns

@@ -9,6 +9,7 @@ import click
 
 from kvreturn.config import ConfigError, Settings, load_settings
 from kvreturn.server.app import ListenError, serve
+from kvreturn.telemetry.tracing import TracingError
 
 log = logging.getLogger("kvreturn")
 
@@ -43,5 +44,5 @@ def command(path: Path, log_level: str) -> None:
         )
     try:
         asyncio.run(serve(settings))
-    except ListenError as e:
+    except (ListenError, TracingError) as e:
         raise click.ClickException(str(e)) from None

@@ -5,9 +5,8 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 import grpc
@@ -16,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvreturn.config import ConfigError, Settings, load_settings
 from kvreturn.envoy.ports import reachable, unavailable
-from kvreturn.envoy.process import Child, ProcessError, Sink
+from kvreturn.envoy.process import Child, ProcessError, Sink, first
 from kvreturn.envoy.runner import EnvoyProcess
 
 _ROUTER_READY_WITHIN = 30.0  # seconds
@@ -88,12 +87,12 @@ async def run(
         await envoy.start()
         stack.push_async_callback(envoy.stop)  # the last in is the first to stop
         both = (router, envoy.child)
-        if await _first(both, signals.get(), _ready(settings, router, envoy)) == 0:
+        if await first(both, signals.get(), _ready(settings, router, envoy)) == 0:
             return
         sink("kvreturn", f"ready: http://{reachable(settings.envoy.listen)}/v1")
-        await _first(both, signals.get())
+        await first(both, signals.get())
         sink("kvreturn", f"stopping; running streams get {settings.drain_timeout:g} s, a second signal cuts them")
-        await _first(both, signals.get(), envoy.drain(settings.drain_timeout))
+        await first(both, signals.get(), envoy.drain(settings.drain_timeout))
 
 
 async def _ready(settings: Settings, router: Child, envoy: EnvoyProcess) -> None:
@@ -114,31 +113,6 @@ async def _is_serving(target: str) -> bool:
         except grpc.aio.AioRpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-async def _first(children: Sequence[Child], *wanted: Coroutine[Any, Any, object]) -> int:
-    """Wait for the first of `wanted`; the others are cancelled.
-
-    Returns:
-        Its index.
-
-    Raises:
-        ProcessError: a child died before.
-    """
-    tasks = [asyncio.create_task(w) for w in wanted]
-    deaths = [asyncio.create_task(child.wait()) for child in children]
-    try:
-        await asyncio.wait([*tasks, *deaths], return_when=asyncio.FIRST_COMPLETED)
-        for child, death in zip(children, deaths, strict=True):
-            if death.done():
-                raise ProcessError(child.epitaph(death.result()))
-        index = next(i for i, task in enumerate(tasks) if task.done())
-        tasks[index].result()
-        return index
-    finally:
-        for task in [*tasks, *deaths]:
-            task.cancel()
-        await asyncio.gather(*tasks, *deaths, return_exceptions=True)
 
 
 @contextlib.contextmanager

@@ -83,7 +83,16 @@ def read_handle(raw: bytes, answered_by: str | None = None) -> Handle:
     return Handle(raw, tokens, str(params["remote_engine_id"]), len(groups), proof)
 
 
-def sealed(handle: Handle, *, keep: bool = True, free: bool = False) -> bytes:
+def cold(*, ids: bool) -> bytes:
+    """Parameters for a prompt that P computes.
+
+    Args:
+        ids: whether our connector on P is to tell the prompt's token ids.
+    """
+    return b'%s,"%s":{"v":%d,"ids":true}}' % (COLD[:-1], wire.MEMBER.encode(), wire.VERSION) if ids else COLD
+
+
+def sealed(handle: Handle, *, keep: bool = True, free: bool = False, ids: bool = False) -> bytes:
     """Parameters that are cold to a stock P and carry the whole handle to a P with our connector.
 
     So nothing depends on knowing what runs on P: only who can prove reads (docs/handle-format.md).
@@ -92,8 +101,9 @@ def sealed(handle: Handle, *, keep: bool = True, free: bool = False) -> bytes:
         handle: D's.
         keep: whether P is to keep its blocks for a D.
         free: whether P is to have D free the blocks, and to read nothing.
+        ids: as for `cold`.
     """
-    words = (b"" if keep else b'"keep":false,') + (b'"free":true,' if free else b"")
+    words = b"".join([b'"keep":false,' * (not keep), b'"free":true,' * free, b'"ids":true,' * ids])
     member = b'{"v":%d,%s"handle":%s}' % (wire.VERSION, words, handle.raw)
     return b'%s,"%s":%s}' % (COLD[:-1], wire.MEMBER.encode(), member)
 

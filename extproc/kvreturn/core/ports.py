@@ -24,6 +24,7 @@ class Record:
         turns: how many turns of the conversation are known, this one included.
         returned: tokens that went back to `prefill_node` at once (eager return), in place of a handle; 0 if none did.
         pending: whether they are still on their way.
+        trace: names the turn's trace (a W3C `traceparent`), None if it left none.
     """
 
     ttl: float
@@ -35,6 +36,7 @@ class Record:
     turns: int = 1
     returned: int = 0
     pending: bool = False
+    trace: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """P's answer to the P leg: what D needs of it, or how it failed."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvreturn.core import wire
@@ -28,7 +28,8 @@ class PrefillAnswer:
         usage: token counts as P has them.
         report: what our connector on P says; None from a stock P.
         engine: P's `remote_engine_id`, which changes when it restarts.
-        prompt_ids: the prompt's token ids as P has them, raw; None if it was not asked for them.
+        prompt_ids: the prompt's token ids as vLLM on P has them, raw; None if it was not asked for them.
+        reported_ids: the same from our connector on P; None also if the prompt is more than tokens.
     """
 
     node: str | None
@@ -37,6 +38,7 @@ class PrefillAnswer:
     report: wire.Report | None
     engine: str = ""
     prompt_ids: bytes | None = None
+    reported_ids: bytes | None = None
 
     @property
     def local(self) -> int | None:
@@ -102,7 +104,13 @@ def read_prefill(reply: Reply, api: API) -> PrefillAnswer | PrefillError:
         report = wire.load_report(obj.get(wire.MEMBER))
     except wire.WireError:
         report = None
-    return PrefillAnswer(reply.node, params, usage, report, str(obj.get("remote_engine_id") or ""), _prompt_ids(body))
+    reported = None
+    if report and report.ids is not None:
+        reported, report = json.dumps(report.ids, separators=(",", ":")).encode(), replace(report, ids=None)
+        params = ObjectText(params).edit(put={wire.MEMBER: json.dumps(wire.dump_report(report)).encode()})
+    return PrefillAnswer(
+        reply.node, params, usage, report, str(obj.get("remote_engine_id") or ""), _prompt_ids(body), reported
+    )
 
 
 def _prompt_ids(body: ObjectText) -> bytes | None:

@@ -1,8 +1,8 @@
 """A node's refusal as the client may see it.
 
 Validation errors may quote the request as Python writes it, cut off somewhere: `... 'input': {'model': 'm', ...,
-'kv_transfer_params': {'do_remote_prefill': True, ...`. vLLM 0.32.0 shortens what it quotes; other versions need not. What the
-client sent may be shown to it, what we added may not.
+'kv_transfer_params': {'do_remote_prefill': True, ...`. vLLM 0.32.0 shortens what it quotes; other versions need not.
+What the client sent may be shown to it, what we added may not.
 """
 
 import re

@@ -122,7 +122,7 @@ def return_body(form: Form, job: Job, tokens: Sequence[int], priority: int | Non
         form: what P understands.
         job: the turn's.
         tokens: `job.tokens()`.
-        priority: vLLM's; only where the scheduling policy is `priority`, since vLLM refuses it elsewhere.
+        priority: vLLM's. It counts where the scheduling policy is `priority`; vLLM 0.32.0 overlooks it elsewhere.
     """
     put: dict[str, bytes] = {"max_tokens": b"1", "temperature": b"0"}
     if form is Form.SEALED:

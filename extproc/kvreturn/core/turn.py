@@ -15,7 +15,8 @@ from kvreturn.core.capture import Capture
 from kvreturn.core.ending import leave
 from kvreturn.core.facts import Facts
 from kvreturn.core.fingerprint import Scope, Trail
-from kvreturn.core.handle import COLD, PARAMS, Handle, HandleError, direct, read_handle, sealed
+from kvreturn.core.handle import PARAMS, Handle, HandleError, cold, direct, read_handle, sealed
+from kvreturn.core.idplan import IdPlan, plan_ids
 from kvreturn.core.jsontext import JSONTextError, ObjectText
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.policy import Policy
@@ -63,6 +64,7 @@ class Turn:
         self.body = ObjectText(b"{}")
         self.trail: Trail | None = None
         self.taken = Taken()
+        self.ids = IdPlan()
         self.prompt_ids: bytes | None = None  # as P has them, raw
         self.spare: Record | None = None  # was taken, and its handle will not be used
         self._scope = scope
@@ -86,6 +88,7 @@ class Turn:
             self.facts.outcome = Outcome.REJECTED
             return Refuse(400, self.api.error(f"kvreturn: {e}", "BadRequestError", 400))
         self.trail = self._scope.trail(self.prompt.root, self.prompt.items)
+        self.ids = plan_ids(self.prompt, self.policy, self.body)
         if self.prompt.alone:
             self.facts.outcome, self.facts.detail = Outcome.DECODE_ALONE, self.prompt.alone
             return self._alone()
@@ -152,7 +155,7 @@ class Turn:
         if self.policy.proof == "connector":
             if handle.proof is None:
                 raise Objection(Outcome.UNPROVEN, "no_digests")
-            return Attached(handle, sealed(handle))
+            return Attached(handle, sealed(handle, ids=self.ids.of_connector))
         assert self.prompt
         tokens, node = self.prompt.tokens, self.prefill_node
         if tokens is None:
@@ -202,10 +205,10 @@ class Turn:
         if attached and attached.prompt is not None:
             path, body = Completions.path, prefill_tokens(self.body, attached.prompt, attached.params)
         else:
-            params = attached.params if attached else COLD
+            params = attached.params if attached else cold(ids=self.ids.of_connector)
             path, body = (
                 self.api.path,
-                self.api.prefill_body(self.body, params, ids=self._passes_ids or self._wants_ids),
+                self.api.prefill_body(self.body, params, ids=self.ids.of_prefill),
             )
         ask = Ask(
             path,
@@ -225,7 +228,7 @@ class Turn:
             self._judge.prefilled(answer.node, answer.engine, proves=answer.report is not None)
         if answer.report or not attached:
             self.facts.local = answer.local
-        self.prompt_ids = answer.prompt_ids
+        self.prompt_ids = answer.prompt_ids if self.prompt.identifiable else answer.reported_ids
         if self.facts.outcome is Outcome.RETURNED:
             assert self.taken.record
             self.facts.grade_returned(self.taken.record.prompt, moved=answer.node != expected)
@@ -243,9 +246,9 @@ class Turn:
             if attached.prompt is not None:
                 self.prompt_ids = json.dumps(attached.prompt, separators=(",", ":")).encode()
         keep = self.policy.remembers and self.prompt.choices == 1
-        params = answer.decode_params(self.prompt_ids if self._passes_ids else None, keep=keep)
+        params = answer.decode_params(self.prompt_ids if self.ids.to_decode else None, keep=keep)
         put = {PARAMS: params}
-        if self._asks_decode_for_ids:
+        if self.ids.of_decode:
             put["return_token_ids"] = b"true"
         return Forward(self.body.edit(put=put), self.decode_node)
 
@@ -255,33 +258,9 @@ class Turn:
         return self._scope.tenant
 
     @property
-    def _passes_ids(self) -> bool:
-        """Whether D is to get the token ids of the prompt."""
-        assert self.prompt
-        return self.policy.pass_token_ids and self.prompt.passes_ids
-
-    @property
-    def _wants_ids(self) -> bool:
-        """Whether the prompt's token ids are wanted for an eager return."""
-        assert self.prompt
-        return self.policy.returns != "lazy" and self.prompt.choices == 1 and self.prompt.identifiable
-
-    @property
-    def _asks_decode_for_ids(self) -> bool:
-        """Whether D is to name all token ids in its answer: a stock D puts none into its handle.
-
-        Only where the answer is one body: a stock D's streams bring no handle (vLLM 0.32.0).
-        """
-        assert self.prompt
-        known = self.policy.proof in {"connector", "router"}
-        # With ids, vLLM's completions leave out what `echo` asks for.
-        touched = self.prompt.stream or any(name in self.body for name in ("return_token_ids", "echo"))
-        return self._wants_ids and not known and not touched
-
-    @property
     def hides_ids(self) -> bool:
         """Whether the answer brings token ids that the client did not ask for."""
-        return self.prompt is not None and not self.facts.fallback and self._asks_decode_for_ids
+        return self.ids.of_decode and not self.facts.fallback
 
     def _alone(self) -> Forward:
         self.facts.fallback = True

@@ -70,6 +70,7 @@ class Report:
         reason: one word that says why `read` is not `proven`, or None.
         prompt: what P's prompt was (see `prompt_digest`), for D to compare; None if P cannot tell.
         expires: when P's lease on its blocks ends, in seconds of P's monotonic clock, for D; None if P cannot tell.
+        ids: the prompt's token ids, for the router; None if it did not ask, or the prompt is more than tokens.
     """
 
     proven: int
@@ -78,6 +79,7 @@ class Report:
     reason: str | None = None
     prompt: str | None = None
     expires: float | None = None
+    ids: Sequence[int] | None = None
 
 
 def chain_seed(secret: bytes, *, lora: str = "", cache_salt: str = "") -> bytes:
@@ -218,6 +220,13 @@ def seconds(value: object) -> float | None:
     return float(value)
 
 
+def _token_ids(obj: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    ids = obj[key]
+    if not isinstance(ids, list) or not all(type(t) is int and 0 <= t < 2**32 - 1 for t in ids):
+        raise WireError("malformed", f"kvreturn.{key} is no list of token ids")
+    return tuple(ids)
+
+
 def _versioned(obj: object) -> Mapping[str, Any]:
     if not isinstance(obj, Mapping):
         raise WireError("no_digests", "no kvreturn member")
@@ -251,16 +260,14 @@ def load_proof(obj: object) -> Proof:
     digests = _octets(obj, "digests")
     if not digests or len(digests) % DIGEST_BYTES:
         raise WireError("malformed", "kvreturn.digests is no multiple of 8 bytes")
-    generated, ttl = obj.get("generated", []), obj.get("ttl")
-    if not isinstance(generated, list) or not all(type(t) is int and 0 <= t < 2**32 - 1 for t in generated):
-        raise WireError("malformed", "kvreturn.generated is no list of token ids")
+    generated, ttl = _token_ids(obj, "generated") if "generated" in obj else (), obj.get("ttl")
     if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < 2**31:
         raise WireError("malformed", "kvreturn.ttl is no positive number of seconds")
     return Proof(
         block_size=_count(obj, "block_size", 1),
         scope=_octets(obj, "scope", DIGEST_BYTES),
         digests=digests,
-        generated=tuple(generated),
+        generated=generated,
         ttl=float(ttl),
         mac=_octets(obj, "mac") if obj.get("mac") is not None else None,
     )
@@ -275,6 +282,8 @@ def dump_report(report: Report) -> dict[str, Any]:
         out["prompt"] = report.prompt
     if report.expires is not None:
         out["expires"] = report.expires
+    if report.ids is not None:
+        out["ids"] = list(report.ids)
     return out
 
 
@@ -294,6 +303,7 @@ def load_report(obj: object) -> Report:
         reason=reason if word else None,
         prompt=prompt if isinstance(prompt, str) else None,
         expires=seconds(obj.get("expires")),
+        ids=_token_ids(obj, "ids") if "ids" in obj else None,
     )
 
 

@@ -2,23 +2,65 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Self
 
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 _SOURCE = "vllm:prompt_tokens_by_source_total"
+_COMPUTED, _READ = "local_compute", "external_kv_transfer"
+# What NixlConnector counts on the node that reads. vLLM 0.32.0 adds them up in the step that reports the request as
+# loaded, so they are there when the prefill leg's answer is. Simulated nodes have none.
+_NIXL = ("vllm:nixl_bytes_transferred_count", "vllm:nixl_bytes_transferred_sum", "vllm:nixl_num_failed_transfers_total")
 _TURNS = "kvreturn_turns_total"
 _PATIENCE = 2.0  # seconds: a turn counts when its stream is closed, a moment after the client has the end
 
 
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a node counted.
+
+    Attributes:
+        computed: prompt tokens that it computed.
+        read: prompt tokens that it read from another node.
+        transfers: its NIXL reads.
+        transferred_bytes: bytes that these brought.
+        failed: NIXL reads that failed.
+    """
+
+    computed: int = 0
+    read: int = 0
+    transfers: int = 0
+    transferred_bytes: int = 0
+    failed: int = 0
+
+    def __add__(self, other: Self) -> "Counts":
+        """Both together."""
+        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, earlier: Self) -> "Counts":
+        """What came since an earlier look at the same node."""
+        return Counts(*(a - b for a, b in zip(astuple(self), astuple(earlier), strict=True)))
+
+
+async def counts(session: aiohttp.ClientSession, url: str) -> Counts:
+    """Read what a node has counted so far."""
+    samples = await _scrape(session, url)
+    sources = _by(samples, _SOURCE, "source")
+    nixl = [sum(s.value for s in samples if s.name == name) for name in _NIXL]
+    return Counts(*(int(n) for n in (sources.get(_COMPUTED, 0), sources.get(_READ, 0), *nixl)))
+
+
 async def prompt_tokens_by_source(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     """Read vLLM's counter of prompt tokens by where their KV came from."""
-    return await _samples(session, url, _SOURCE, by="source")
+    return _by(await _scrape(session, url), _SOURCE, "source")
 
 
 async def turns_by_outcome(session: aiohttp.ClientSession, url: str, model: str) -> dict[str, float]:
     """Read the router's counter of turns by outcome, for one model."""
-    return await _samples(session, url, _TURNS, by="outcome", model=model)
+    return _by(await _scrape(session, url), _TURNS, "outcome", model=model)
 
 
 async def new_outcome(session: aiohttp.ClientSession, url: str, model: str, before: Mapping[str, float]) -> str:
@@ -33,13 +75,17 @@ async def new_outcome(session: aiohttp.ClientSession, url: str, model: str, befo
     raise TimeoutError(f"the router counted no turn of model {model} within {_PATIENCE:g} s")
 
 
-async def _samples(session: aiohttp.ClientSession, url: str, name: str, *, by: str, **labels: str) -> dict[str, float]:
+async def _scrape(session: aiohttp.ClientSession, url: str) -> list[Sample]:
     async with session.get(url) as response:
         text = await response.text()
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def _by(samples: list[Sample], name: str, label: str, **labels: str) -> dict[str, float]:
+    """Add up one metric's samples by one label; others that are given must match."""
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == name and labels.items() <= sample.labels.items():
-                key = sample.labels[by]
-                found[key] = found.get(key, 0.0) + sample.value
+    for sample in samples:
+        if sample.name == name and labels.items() <= sample.labels.items():
+            key = sample.labels[label]
+            found[key] = found.get(key, 0.0) + sample.value
     return found

@@ -9,8 +9,6 @@ import openai
 
 from kvreturn.demo.script import Message, Script, reply
 
-_MAX_TOKENS = 256
-
 
 @dataclass(frozen=True, slots=True)
 class Said:
@@ -66,7 +64,7 @@ class Leg:
             "messages": self.messages,
             "stream_options": {"include_usage": True},
             "temperature": 0,
-            "max_tokens": _MAX_TOKENS,
+            "max_tokens": self.script.max_tokens,
         }
         if self.script.tools:
             request["tools"] = list(self.script.tools)

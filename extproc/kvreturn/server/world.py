@@ -18,6 +18,7 @@ from kvreturn.core.ports import Put, Record, SessionStore, Taken
 from kvreturn.server.returns import Returns
 from kvreturn.store.memory import MemoryStore
 from kvreturn.telemetry.metrics import Metrics
+from kvreturn.telemetry.tracing import Tracing
 from kvreturn.upstream.client import PrefillClient
 from kvreturn.upstream.forms import Forms
 from kvreturn.upstream.judge import NodeJudge
@@ -56,6 +57,7 @@ class World:
     clock: Callable[[], float]
     new_id: Callable[[], str] = _new_id
     pressure: PressureWatch | None = None
+    tracing: Tracing = field(default_factory=Tracing)
     returns: Returns = field(init=False)
     _said: set[str] = field(default_factory=set)
 
@@ -66,7 +68,9 @@ class World:
         self.metrics.watch("returns_running", "Eager returns that are under way.", lambda: self.returns.running)
 
     @classmethod
-    def create(cls, settings: Settings, clock: Callable[[], float] = time.monotonic) -> "World":
+    def create(
+        cls, settings: Settings, clock: Callable[[], float] = time.monotonic, tracing: Tracing | None = None
+    ) -> "World":
         """Make everything. `client` must be entered before use."""
         secret = settings.secret.get_secret_value().encode()
         prefill, decode = Pool(settings.pools.prefill, clock), Pool(settings.pools.decode, clock)
@@ -93,6 +97,7 @@ class World:
             cost=cost,
             judge=judge,
             client=PrefillClient(prefill, through),
+            tracing=tracing or Tracing(),
             pressure=PressureWatch(pools.prefill, pools.decode, through, clock=clock, interval=interval)
             if settings.any_auto
             else None,

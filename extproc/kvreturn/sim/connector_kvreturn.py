@@ -9,21 +9,13 @@ from typing import Any
 
 from kvreturn.core import wire
 from kvreturn.sim.connector import EngineDiedError, Farewell, LoadError, Services, StuckError
-from kvreturn.sim.connector_stock import StockConnector
+from kvreturn.sim.connector_stock import HEARTBEATS, StockConnector
+from kvreturn.sim.members import lease_end, says, well_formed
 from kvreturn.sim.sequence import Sequence
 
 _Checked = tuple[Mapping[str, Any], wire.Proof]
 _USED_LIMIT = 65_536
 _NOTHING_TO_FREE = ("used", "node_gone")
-_PARALLEL = ("tp_size", "dcp_size", "pp_size")
-_REQUIRED = {
-    "remote_engine_id": str,
-    "remote_request_id": str,
-    "remote_host": str,
-    "remote_port": int,
-    "remote_num_tokens": int,
-    "remote_block_ids": list,
-}
 
 
 @dataclass(slots=True)
@@ -35,6 +27,7 @@ class _Plan:
         proven: tokens.
         reason: why not even that will be read.
         keep: whether D will come for the blocks.
+        ids: whether the router asks for the prompt's token ids.
         freed: D's answer, where the request is only there to give the handle back.
     """
 
@@ -42,6 +35,7 @@ class _Plan:
     proven: int = 0
     reason: str | None = None
     keep: bool = True
+    ids: bool = False
     freed: asyncio.Task[bool | None] | None = None
 
 
@@ -63,11 +57,12 @@ class KvreturnConnector(StockConnector):
         super().__init__(engine)
         self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._plans: dict[Sequence, _Plan] = {}
+        self._slack: dict[Sequence, float] = {}  # what was left of P's lease, in P's time less ours
 
     def arrived(self, seq: Sequence) -> None:
         """See `StockConnector.arrived`."""
         params = seq.job.params
-        if params and _says(params, "free", value=True) and (checked := self._check(params)) is not None:
+        if params and says(params, "free", value=True) and (checked := self._check(params)) is not None:
             self._plans[seq] = self._freeing(checked)
             return
         super().arrived(seq)
@@ -75,7 +70,7 @@ class KvreturnConnector(StockConnector):
             return
         if params.get("do_remote_decode") and not seq.from_peer:
             plan = self._plans[seq] = self._prove(seq, params)
-            plan.keep = not _says(params, "keep", value=False)
+            plan.keep, plan.ids = not says(params, "keep", value=False), says(params, "ids", value=True)
             if plan.handle is not None and plan.reason not in (None, *_NOTHING_TO_FREE):
                 self._engine.spawn(self._notify(plan.handle))
         # All choices of one request bring P's one handle. The first read frees P's blocks, so the others compute.
@@ -84,11 +79,17 @@ class KvreturnConnector(StockConnector):
         elif seq.from_peer and not self._same_prompt(seq, params):
             seq.from_peer = params["do_remote_prefill"] = False
             self._engine.spawn(self._notify(params))
+        elif seq.from_peer and (expires := lease_end(params)) is not None:
+            # While it waits for room, its heartbeats renew P's lease; the first comes after one interval.
+            self._slack[seq] = expires - self._config.lease / HEARTBEATS - self._engine.now()
 
     async def load(self, seq: Sequence) -> int:
         """See `StockConnector.load`; raises nothing."""
         plan = self._plans.get(seq)
         if plan is None:
+            slack = self._slack.pop(seq, None)
+            if slack is not None and seq.job.params:
+                seq.job.params["remote_blocks_expiry_time"] = self._engine.now() + slack
             try:
                 return await super().load(seq)
             except (LoadError, StuckError, EngineDiedError):
@@ -118,6 +119,7 @@ class KvreturnConnector(StockConnector):
     def finished(self, seq: Sequence, *, normally: bool) -> Farewell:
         """See `StockConnector.finished`."""
         plan = self._plans.pop(seq, None)
+        self._slack.pop(seq, None)
         try:
             if plan is not None:
                 return self._prefilled(seq, plan, normally=normally)
@@ -130,15 +132,18 @@ class KvreturnConnector(StockConnector):
             self._engine.spawn(self._notify(plan.handle))  # it ended while it waited for room: D need not wait
         if seq.report is None or not normally:
             return Farewell()
-        member = {wire.MEMBER: wire.dump_report(replace(seq.report, prompt=self._prompt(seq)))}
+        prompt = seq.job.prompt
+        ids = prompt.tokens if plan.ids and not prompt.images else None
+        report = replace(seq.report, prompt=self._prompt(seq), ids=ids)
         if not plan.keep:
-            return Farewell(member)
+            return Farewell({wire.MEMBER: wire.dump_report(report)})
         farewell = super().finished(seq, normally=normally)
-        return replace(farewell, params={**(farewell.params or {}), **member})
+        report = replace(report, expires=self._engine.now() + farewell.seconds)
+        return replace(farewell, params={**(farewell.params or {}), wire.MEMBER: wire.dump_report(report)})
 
     def _decoded(self, seq: Sequence, *, normally: bool) -> Farewell:
         params = seq.job.params
-        if not params or not seq.from_peer or _says(params, "keep", value=False):
+        if not params or not seq.from_peer or says(params, "keep", value=False):
             return Farewell()
         farewell = super().finished(seq, normally=normally)
         if farewell.params is None or seq.job.choices > 1:
@@ -209,7 +214,7 @@ class KvreturnConnector(StockConnector):
             handle = sealed["handle"]
         if handle is None:
             return None
-        if not isinstance(handle, Mapping) or not _well_formed(handle):
+        if not isinstance(handle, Mapping) or not well_formed(handle):
             return "malformed"
         if not self._acceptable(handle):
             return "peer"
@@ -266,7 +271,7 @@ class KvreturnConnector(StockConnector):
     def _acceptable(self, handle: Mapping[str, Any]) -> bool:
         """Whether a handle is whole and names a peer that may be contacted."""
         allowed = self._config.allowed_peers
-        return _well_formed(handle) and (allowed is None or handle["remote_host"] in allowed)
+        return well_formed(handle) and (allowed is None or handle["remote_host"] in allowed)
 
     async def _read_proven(self, handle: Mapping[str, Any], seq: Sequence, proven: int) -> None:
         peer = await self._peer(handle)
@@ -275,21 +280,3 @@ class KvreturnConnector(StockConnector):
         first, end = seq.local // size, -(-proven // size)
         theirs, own = handle["remote_block_ids"][0][first:end], seq.blocks[first:end]
         await self._transfer(peer, handle["remote_request_id"], theirs, own, proven - seq.local, held_only=True)
-
-
-def _says(params: Mapping[str, Any], key: str, *, value: bool) -> bool:
-    """Whether the router says so in the `kvreturn` member."""
-    member = params.get(wire.MEMBER)
-    return isinstance(member, Mapping) and member.get(key) is value
-
-
-def _well_formed(handle: Mapping[str, Any]) -> bool:
-    if any(type(handle.get(key)) is not kind for key, kind in _REQUIRED.items()):
-        return False
-    if any(type(handle.get(key, 1)) is not int or handle.get(key, 1) < 1 for key in _PARALLEL):
-        return False
-    groups = handle["remote_block_ids"]
-    return len(groups) > 0 and all(
-        isinstance(group, list) and len(group) > 0 and all(type(block) is int and block > 0 for block in group)
-        for group in groups
-    )

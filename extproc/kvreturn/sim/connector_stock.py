@@ -10,6 +10,7 @@ from kvreturn.sim.fabric import Address, RefusedError, UnreachableError
 from kvreturn.sim.sequence import Sequence
 
 _REMOTE_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+HEARTBEATS = 6  # of a waiting request, in the time of one lease
 _EXPIRY_MARGIN = 5.0  # seconds; vLLM declines reads that close to the deadline
 
 
@@ -43,7 +44,7 @@ class StockConnector:
         if not seq.from_peer or any(params.get(key) is None for key in _REMOTE_KEYS):
             return
         while True:
-            await self._engine.clock.sleep(self._config.lease / 6)
+            await self._engine.clock.sleep(self._config.lease / HEARTBEATS)
             try:
                 peer = await self._peer(params)
                 await self._engine.fabric.notify(

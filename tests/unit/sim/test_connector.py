@@ -35,7 +35,8 @@ async def report(c: Cluster, prompt: list[int], params: Json, **more: object) ->
     assert answer["kv_transfer_params"]["do_remote_prefill"] is True
     told = wire.load_report(answer["kv_transfer_params"]["kvreturn"])
     assert told.prompt
-    return replace(told, prompt=None)
+    assert told.expires
+    return replace(told, prompt=None, expires=None)
 
 
 async def test_the_handle_proves_every_block_and_tells_the_generated_tokens(cluster: Make) -> None:
@@ -284,6 +285,22 @@ async def test_d_computes_where_p_cannot_be_read(cluster: Make) -> None:
     status, answer = await c.post(c.d, COMPLETIONS, {**body, "kv_transfer_params": at_p["kv_transfer_params"]})
     assert status == 200
     assert tokens(answer) == tokens(await c.expected(COMPLETIONS, body))
+    assert answer["kv_transfer_params"]["kvreturn"]["v"] == 1
+
+
+@pytest.mark.parametrize(("waited", "read"), [(19.9, 100), (20.1, 0), (31.0, 0)])
+async def test_d_reads_nothing_that_p_may_have_given_away(cluster: Make, waited: float, read: int) -> None:
+    """P's lease is 30 s; D counts on 5 s less for a heartbeat, and vLLM on 5 s less for the read."""
+    c = await cluster(**PLUGIN)
+    body = generate(ids(1, 100))
+    _, at_p = await c.prefill(COMPLETIONS, body)
+    await c.clock.advance(waited)
+    for seed in range(2, 7):
+        await c.post(c.p, COMPLETIONS, generate(ids(seed, 400), 1))
+    status, answer = await c.post(c.d, COMPLETIONS, {**body, "kv_transfer_params": at_p["kv_transfer_params"]})
+    assert status == 200
+    assert tokens(answer) == tokens(await c.expected(COMPLETIONS, body))
+    assert c.d.stats.read_tokens == read
     assert answer["kv_transfer_params"]["kvreturn"]["v"] == 1
 
 

@@ -195,6 +195,17 @@ async def test_only_a_bidirectional_p_looks_at_the_expiry(cluster: Make, *, bidi
         assert tokens(answer) != tokens(await c.expected(COMPLETIONS, generate(full[:HELD], 1)))
 
 
+@pytest.mark.parametrize("bidirectional", [True, False])
+async def test_a_request_in_neither_direction_tells_what_p_is(cluster: Make, *, bidirectional: bool) -> None:
+    c = await cluster(p={"bidirectional": bidirectional, "decoder_ttl": 100.0})
+    params = {"do_remote_prefill": False, "do_remote_decode": False}
+    _, answer = await c.post(c.p, COMPLETIONS, generate([1], 1, kv_transfer_params=params))
+    assert (answer["kv_transfer_params"] is not None) == bidirectional
+    assert c.p.blocks().pinned == bidirectional
+    await c.clock.advance(100.1)
+    assert nothing_kept(c)
+
+
 # --- giving a handle back ---
 
 

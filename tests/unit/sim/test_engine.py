@@ -270,6 +270,7 @@ async def test_a_fast_clock_sleeps_less() -> None:
         ({"template": "no"}, "template 'no' is none of plain"),
         ({"block_size": 0}, "must be positive"),
         ({"num_blocks": 10, "max_model_len": 145}, "raise num_blocks"),
+        ({"retention_budget": 1.1}, "from 0 to 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: Json, message: str) -> None:

@@ -73,7 +73,15 @@ async def test_side_channel_answers() -> None:
             assert caught.value.reason == reason
         with pytest.raises(RefusedError):
             await fabric.notify(address, "other", "r")
-        await fabric.notify(address, node.engine.id, "r", heartbeat=True)
+        node.engine.holds.add("held", "pin", node.engine.pool.allocate((), 1) or [], 60)
+        for request, heartbeat, held in (
+            ("r", True, False),
+            ("r", False, False),
+            ("held", True, True),
+            ("held", False, True),
+        ):
+            assert await fabric.notify(address, node.engine.id, request, heartbeat=heartbeat) is held
+        assert node.stats.blocks_used == 0
         node.engine.die()
         with pytest.raises(RefusedError):
             await fabric.identity(address)

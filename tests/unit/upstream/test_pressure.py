@@ -105,7 +105,7 @@ def test_text_without_the_gauges_is_an_error(text: bytes) -> None:
 
 
 class Clock:
-    now = 1000.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now

@@ -1,0 +1,208 @@
+"""One OpenTelemetry trace per turn, set up by the standard OTEL_* variables.
+
+A turn's span is a child of the `traceparent` that came with the request. The spans of the two legs are passed on, so
+that the nodes' own spans join. Exporting happens in a thread of the SDK's: an exporter that is slow or dead costs no
+turn anything but its trace. Spans hold counts and words, never contents, ids of persons, or addresses of handles.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Self
+
+from opentelemetry.context import Context
+from opentelemetry.trace import (
+    INVALID_SPAN,
+    NoOpTracer,
+    Span,
+    SpanKind,
+    Status,
+    StatusCode,
+    Tracer,
+    get_current_span,
+    set_span_in_context,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import Attributes
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+_W3C = TraceContextTextMapPropagator()
+_NAME = "kvreturn"
+# The GenAI semantic conventions' operation names (opentelemetry.io/docs/specs/semconv/gen-ai), by our APIs' names.
+_OPERATIONS = {"chat": "chat", "completions": "text_completion", "responses": "chat", "messages": "chat"}
+
+
+class TracingError(Exception):
+    """The OTEL_* variables ask for what is not there; the message says what to do."""
+
+
+class Tracing:
+    """Makes spans, if the environment asks for traces.
+
+    Args:
+        provider: of spans; None makes none.
+    """
+
+    def __init__(self, provider: "TracerProvider | None" = None) -> None:
+        self._provider = provider
+        self._tracer: Tracer = provider.get_tracer(_NAME) if provider else NoOpTracer()
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Self:
+        """By OTEL_SDK_DISABLED, OTEL_TRACES_EXPORTER (`otlp`, `console`, `none`), OTEL_EXPORTER_OTLP_*, and the rest.
+
+        What is not named here the SDK reads by itself: sampler, limits, batches, resource, endpoint, headers, TLS.
+
+        Raises:
+            TracingError: an exporter that we do not know, or that is not installed.
+        """
+        exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
+        if not exporter:
+            told = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+            exporter = "otlp" if any(environ.get(name) for name in told) else "none"
+        if exporter == "none" or environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+            return cls()
+        from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - takes 0.1 s, and only traces need it
+        from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
+
+        name = environ.get("OTEL_SERVICE_NAME") or _NAME
+        provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
+        provider.add_span_processor(BatchSpanProcessor(_exporter(exporter, environ)))
+        return cls(provider)
+
+    @property
+    def on(self) -> bool:
+        """Whether there are traces at all."""
+        return self._provider is not None
+
+    def turn(self, api: str, headers: Mapping[str, str]) -> "TurnTrace":
+        """The trace of a turn that begins.
+
+        Args:
+            api: name of the adapter.
+            headers: of the request.
+        """
+        operation = _OPERATIONS.get(api, api)
+        root = self._tracer.start_span(
+            operation,
+            _W3C.extract(headers),
+            SpanKind.SERVER,
+            {"gen_ai.operation.name": operation, "gen_ai.provider.name": "vllm", "kvreturn.api": api},
+        )
+        return TurnTrace(self._tracer, root)
+
+    def after(self, trace: str | None, name: str, attributes: Attributes = None) -> Span:
+        """A span of what goes on after the end of a turn.
+
+        Args:
+            trace: the turn's, as `TurnTrace.name` gave it.
+            name: of the span.
+            attributes: of the span.
+        """
+        context = _context(trace)
+        return self._tracer.start_span(name, context, SpanKind.CLIENT, attributes) if context else INVALID_SPAN
+
+    def shutdown(self) -> None:
+        """Export what is left. May take as long as the exporter's timeout, so call it in a thread."""
+        if self._provider:
+            self._provider.shutdown()
+
+
+class TurnTrace:
+    """The spans of one turn.
+
+    Args:
+        tracer: makes them.
+        root: the turn's own.
+    """
+
+    def __init__(self, tracer: Tracer, root: Span) -> None:
+        self._tracer = tracer
+        self._root = root
+        self._inside = set_span_in_context(root, Context())
+        self._decode: Span | None = None
+
+    @property
+    def name(self) -> str | None:
+        """What the next turn links to: a W3C `traceparent`. None if this turn leaves no trace."""
+        return headers_of(self._root).get("traceparent") if self._root.is_recording() else None
+
+    def follows(self, trace: str | None) -> None:
+        """Link to the turn whose handle this one uses: so a conversation can be walked."""
+        context = _context(trace)
+        if context:
+            self._root.add_link(get_current_span(context).get_span_context(), {"kvreturn.link": "previous_turn"})
+
+    def step(self, name: str, kind: SpanKind = SpanKind.INTERNAL) -> Span:
+        """The span of a step that begins. Use as a context manager, or end it."""
+        return self._tracer.start_span(name, self._inside, kind)
+
+    def decode(self) -> Mapping[str, str]:
+        """The decode leg begins, if it has not yet. Returns the headers that make D's spans its children."""
+        if self._decode is None:
+            self._decode = self.step("decode", SpanKind.CLIENT)
+        return headers_of(self._decode)
+
+    def event(self, name: str) -> None:
+        """Something happened in the decode leg."""
+        if self._decode:
+            self._decode.add_event(name)
+
+    def end(self, title: str, attributes: Attributes, error: str | None = None) -> None:
+        """The turn is over.
+
+        Args:
+            title: the model's name, if it is one.
+            attributes: what became of the turn.
+            error: type or code of what the client got in place of an answer.
+        """
+        if self._decode:
+            self._decode.end()
+        self._root.set_attributes(attributes or {})
+        if title:
+            self._root.set_attribute("gen_ai.request.model", title)
+            self._root.update_name(f"{getattr(self._root, 'name', 'chat')} {title}")
+        if error:
+            self._root.set_attribute("error.type", error)
+            self._root.set_status(Status(StatusCode.ERROR))
+        self._root.end()
+
+
+def headers_of(span: Span) -> Mapping[str, str]:
+    """The W3C headers that make others' spans children of this one; none for a span that is not recorded."""
+    headers: dict[str, str] = {}
+    _W3C.inject(headers, set_span_in_context(span, Context()))
+    return headers
+
+
+def _context(trace: str | None) -> Context | None:
+    return _W3C.extract({"traceparent": trace}, Context()) if trace else None
+
+
+def _exporter(name: str, environ: Mapping[str, str]) -> "SpanExporter":
+    from opentelemetry.sdk.trace.export import ConsoleSpanExporter  # noqa: PLC0415 - as above
+
+    if name == "console":
+        return ConsoleSpanExporter()
+    if name != "otlp":
+        raise TracingError(f"OTEL_TRACES_EXPORTER={name}: give otlp, console or none")
+    told = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    protocol = next((environ[n] for n in told if environ.get(n)), "http/protobuf")
+    try:
+        if protocol == "grpc":
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415 - an extra
+                OTLPSpanExporter as GrpcExporter,
+            )
+
+            return GrpcExporter()
+        if protocol == "http/protobuf":
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - an extra
+
+            return OTLPSpanExporter()
+    except ImportError as e:
+        raise TracingError(
+            f"traces by OTLP need the exporter: pip install 'kvreturn[otlp]' ({e.name} is missing)"
+        ) from e
+    raise TracingError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: give grpc or http/protobuf")
