@@ -19,8 +19,13 @@ from pydantic import (
 )
 
 from kvreturn.core.address import split_address
+from kvreturn.store.url import parse_store_url
 
 SECRET_ENV = "KVRETURN_SECRET"  # noqa: S105 - the name of a variable, not a secret
+STORE_URL_ENV = "KVRETURN_STORE_URL"
+STORE_KEY_ENV = "KVRETURN_STORE_ENCRYPTION_KEY"
+# The settings that a variable of the environment replaces: they hold secrets.
+_FROM_ENV = {SECRET_ENV: ("secret",), STORE_URL_ENV: ("store", "url"), STORE_KEY_ENV: ("store", "encryption_key")}
 
 
 class ConfigError(Exception):
@@ -34,6 +39,11 @@ def _address(value: str) -> str:
 
 def _listen(value: str) -> str:
     return value if value.startswith("unix:/") else _address(value)
+
+
+def _store_url(value: SecretStr) -> SecretStr:
+    parse_store_url(value.get_secret_value())
+    return value
 
 
 Address = Annotated[str, AfterValidator(_address), Field(examples=["10.0.0.7:8000", "[fd00::7]:8000"])]
@@ -90,9 +100,35 @@ class Store(_Model):
         description="Seconds for which a handle may be used. Keep it below vLLM's `decoder_kv_blocks_ttl` (default "
         "480) by more than the 5 s margin within which a prefill node declines a read.",
     )
-    max_entries: Count = Field(100_000, description="Upper bound of stored handles; the oldest go first.")
-    max_bytes: Count = Field(1 << 30, description="Upper bound of bytes of stored handles; the oldest go first.")
+    max_entries: Count = Field(
+        100_000, description="Upper bound of handles in this process's memory; the oldest go first."
+    )
+    max_bytes: Count = Field(
+        1 << 30, description="Upper bound of bytes of handles in this process's memory; the oldest go first."
+    )
     deadline: Positive = Field(0.02, description="Seconds a store call may take before the turn goes on without it.")
+    url: Annotated[SecretStr, AfterValidator(_store_url)] | None = Field(
+        None,
+        description="Redis 7.0+ or Valkey, which several routers share and which outlives them: "
+        "`redis://user:password@host:6379/0`, `unix:///path`, `redis+sentinel://host1,host2/SERVICE`, "
+        "`redis+cluster://host1,host2`; `rediss` is TLS, with `?ssl_ca_certs=PATH`, `ssl_certfile` and `ssl_keyfile`. "
+        f"Better given as ${STORE_URL_ENV}. Needs `secret` and `pip install 'kvreturn[redis]'`. None: the memory of "
+        "this process.",
+    )
+    encryption_key: SecretStr = Field(
+        SecretStr(""),
+        description="What records in Redis are encrypted with (AES-256-GCM), the same on all routers. Better given as "
+        f"${STORE_KEY_ENV}. Empty: a key made from `secret`, which the nodes may know too.",
+    )
+    connect_timeout: Positive = Field(
+        1.0, description="Seconds to connect to Redis in the background; a turn waits for `deadline` at most."
+    )
+    pool_size: Count = Field(32, description="Store calls at a time, and connections to each Redis server.")
+    max_record_bytes: Count = Field(1 << 20, description="Largest record that goes to Redis.")
+    breaker_failures: Count = Field(5, description="So many store calls that fail in a row stop further ones.")
+    breaker_probe: Positive = Field(
+        0.5, description="Seconds after which a store that failed is asked in the background whether it is back."
+    )
 
 
 class Returns(_Model):
@@ -222,6 +258,15 @@ class Settings(_Model):
             raise ValueError("listen, admin, envoy.listen, envoy.prefill_listen and envoy.admin must all differ")
         return self
 
+    @model_validator(mode="after")
+    def _shared_store_has_a_secret(self) -> Self:
+        if self.store.url and not self.secret.get_secret_value():
+            raise ValueError(
+                f"store.url needs `secret` (or ${SECRET_ENV}), the same on all routers: without it, each router looks "
+                "for sessions under keys that no other one and no later run of it knows"
+            )
+        return self
+
     def return_for(self, model: str) -> Return:
         """How turns of `model` go back."""
         special = self.models.get(model)
@@ -257,8 +302,13 @@ def load_settings(path: Path, environ: Mapping[str, str] = os.environ) -> Settin
         raise ConfigError(f"{path}:{twice.start_mark.line + 1}: {twice.value}: given twice")
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: the file must hold one mapping; see the README for the smallest one")
-    if environ.get(SECRET_ENV):
-        data["secret"] = environ[SECRET_ENV]
+    for variable, (*sections, name) in _FROM_ENV.items():
+        if environ.get(variable):
+            section = data
+            for step in sections:
+                section = section.setdefault(step, {})
+            if isinstance(section, dict):  # else the model says what is wrong
+                section[name] = environ[variable]
     try:
         return Settings.model_validate(data)
     except ValidationError as e:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 from kvreturn.core.address import split_address
@@ -23,10 +23,14 @@ class Tap:
     Attributes:
         address: where clients connect, once it runs.
         received: what clients got, by connection.
+        sent: what the server got, by connection, in the pieces in which it came.
+        delay: seconds by which clients get everything later.
     """
 
     address: str = ""
     received: list[bytearray] = field(default_factory=list)
+    sent: list[list[bytes]] = field(default_factory=list)
+    delay: float = 0.0
 
     @contextlib.asynccontextmanager
     async def before(self, server: str) -> AsyncIterator[None]:
@@ -51,14 +55,15 @@ class Tap:
             await asyncio.gather(*running, return_exceptions=True)
 
     async def _relay(self, server: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        kept = bytearray()
+        kept, sent = bytearray(), list[bytes]()
         self.received.append(kept)
+        self.sent.append(sent)
         with contextlib.suppress(ConnectionError), contextlib.closing(writer):
             far_reader, far_writer = await asyncio.open_connection(*split_address(server))
             with contextlib.closing(far_writer):
                 pumps = [
-                    asyncio.create_task(_pump(reader, far_writer, bytearray())),
-                    asyncio.create_task(_pump(far_reader, writer, kept)),
+                    asyncio.create_task(_pump(reader, far_writer, sent.append)),
+                    asyncio.create_task(_pump(far_reader, writer, kept.extend, self.delay)),
                 ]
                 try:  # whoever closes closes both: no client here, and no server, goes on after that
                     await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
@@ -78,9 +83,12 @@ class Tap:
         return {word for word in (*_SECRETS, *more) if any(word.lower().encode() in text for text in texts)}
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:
+async def _pump(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keep: Callable[[bytes], None], delay: float = 0.0
+) -> None:
     with contextlib.suppress(ConnectionError):
         while data := await reader.read(1 << 16):
-            kept += data
+            keep(data)
+            await asyncio.sleep(delay)
             writer.write(data)
             await writer.drain()

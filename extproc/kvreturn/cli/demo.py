@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
@@ -125,7 +125,7 @@ def command(
 
 
 @contextlib.contextmanager
-def _errors(logs: Iterable[str]) -> Iterator[None]:
+def _errors(logs: Collection[str]) -> Iterator[None]:
     """Say in words what can be said so; before any other error come the last log lines."""
     try:
         yield
@@ -136,7 +136,8 @@ def _errors(logs: Iterable[str]) -> Iterator[None]:
     except (asyncio.CancelledError, KeyboardInterrupt):
         raise click.Abort from None
     except Exception:
-        click.echo("\n".join(["The last log lines:", *logs]), err=True)
+        if logs:
+            click.echo("\n".join(["The last log lines:", *logs]), err=True)
         raise
 
 

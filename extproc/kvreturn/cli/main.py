@@ -16,7 +16,14 @@ _COMMANDS = {
 }
 
 
-_EXTRAS = {"betterproto2": "envoy", "envoy_data_plane": "envoy", "openai": "demo", "matplotlib": "demo"}
+_EXTRAS = {
+    "betterproto2": "envoy",
+    "cryptography": "redis",
+    "envoy_data_plane": "envoy",
+    "matplotlib": "demo",
+    "openai": "demo",
+    "redis": "redis",
+}
 
 
 class _Lazy(click.Group):

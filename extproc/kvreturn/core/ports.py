@@ -71,6 +71,12 @@ class SessionStore(Protocol):
     async def replace(self, ticket: bytes, record: Record) -> bool:
         """Put another record in the place of one that is still there. Atomic; False if it is not."""
 
+    async def ping(self) -> None:
+        """Return if the store answers, or raise."""
+
+    async def aclose(self) -> None:
+        """Let go of what the store holds open."""
+
 
 class Judge(Protocol):
     """What is known of nodes."""

@@ -75,7 +75,7 @@ class Starting:
         """All is there."""
         self._status.stop()
         if self._what and self._seconds > _LONG:
-            self._console.print(f"Started {self._what} in {self._seconds:.0f} s.", highlight=False)
+            self._console.print(f"Ready after {self._seconds:.0f} s: {self._what}.", highlight=False)
 
     @property
     def _seconds(self) -> float:

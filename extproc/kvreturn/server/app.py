@@ -134,9 +134,10 @@ def _respond(make: Callable[[], web.Response]) -> Callable[[web.Request], Awaita
 async def running(settings: Settings) -> AsyncIterator[Router]:
     """A router for as long as the context lasts."""
     world = World.create(settings, tracing=Tracing.from_environ(os.environ))
-    async with world.client, world.pressure or contextlib.nullcontext():
+    async with world.client, contextlib.aclosing(world.guard), world.pressure or contextlib.nullcontext():
         router = Router(world)
         try:
+            await world.guard.start()
             await router.start()
             yield router
         finally:

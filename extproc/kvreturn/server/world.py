@@ -1,6 +1,5 @@
 """What all exchanges of one router share."""
 
-import asyncio
 import hmac
 import logging
 import os
@@ -12,11 +11,11 @@ from dataclasses import dataclass, field
 from kvreturn.config import Settings
 from kvreturn.core.cost import CostModel
 from kvreturn.core.fingerprint import Scope, keyed_hash
-from kvreturn.core.outcome import Outcome
 from kvreturn.core.policy import Policy
 from kvreturn.core.ports import Put, Record, SessionStore, Taken
 from kvreturn.server.returns import Returns
-from kvreturn.store.memory import MemoryStore
+from kvreturn.store.factory import open_store
+from kvreturn.store.guard import Guard
 from kvreturn.telemetry.metrics import Metrics
 from kvreturn.telemetry.tracing import Tracing
 from kvreturn.upstream.client import PrefillClient
@@ -40,12 +39,12 @@ class World:
 
     Attributes:
         store: what finished turns leave.
-        owners: which decode node keeps which response; records without a handle.
+        guard: the way to it.
     """
 
     settings: Settings
     store: SessionStore
-    owners: SessionStore
+    guard: Guard
     prefill: Pool
     decode: Pool
     forms: Forms
@@ -74,15 +73,10 @@ class World:
         """Make everything. `client` must be entered before use."""
         secret = settings.secret.get_secret_value().encode()
         prefill, decode = Pool(settings.pools.prefill, clock), Pool(settings.pools.decode, clock)
-        store = MemoryStore(max_entries=settings.store.max_entries, max_bytes=settings.store.max_bytes, clock=clock)
-        owners = MemoryStore(max_entries=settings.store.max_entries, max_bytes=settings.store.max_bytes, clock=clock)
         metrics = Metrics(settings.models)
+        store = open_store(settings, metrics, clock)
         forms, cost = Forms(), CostModel()
         judge = NodeJudge(decode, forms, cost, settings.breaker, clock)
-        metrics.watch("sessions", "Records in the session store.", lambda: len(store))
-        metrics.watch("sessions_bytes", "Bytes of the records in the session store.", lambda: store.bytes)
-        metrics.watch("sessions_evicted", "Records that left for want of room.", lambda: store.evicted)
-        metrics.watch("sessions_expired", "Handles that nobody took in time.", lambda: store.expired)
         metrics.watch("breakers_open", "Decode engines whose handles are not used.", lambda: len(judge.open_breakers()))
         through = settings.envoy.prefill_listen if settings.prefill.via == "envoy" else None
         interval = settings.returns.pressure_interval
@@ -90,7 +84,7 @@ class World:
         return cls(
             settings=settings,
             store=store,
-            owners=owners,
+            guard=Guard(store, settings.store, metrics),
             prefill=prefill,
             decode=decode,
             forms=forms,
@@ -136,47 +130,22 @@ class World:
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """Take from the store, within its deadline."""
-        return await self._take(self.store, keys)
+        return await self.guard.take(keys)
 
     async def put(self, put: Put) -> bytes | None:
         """Put into the store, within its deadline. Returns the ticket if it is there."""
-        return await self._put(self.store, put)
+        return await self.guard.put(put)
 
     async def owner(self, scope: Scope, response_id: str) -> str | None:
         """The decode node that keeps a response of this tenant, None if that is not known."""
-        record = (await self._take(self.owners, [scope.response_key(response_id)])).record
+        record = (await self.take([scope.response_key(response_id)])).record
         return record.decode_node if record else None
 
     async def set_owner(self, scope: Scope, response_id: str, node: str) -> None:
         """Remember which decode node keeps a response."""
         record = Record(_KEPT_RESPONSE, decode_node=node)
-        await self._put(self.owners, Put([scope.response_key(response_id)], record))
-
-    async def _take(self, store: SessionStore, keys: Sequence[bytes]) -> Taken:
-        try:
-            async with asyncio.timeout(self.settings.store.deadline):
-                return await store.take(keys)
-        except Exception as e:  # noqa: BLE001 - whatever the store does, the turn goes on
-            self._store_failed("take", e)
-            return Taken(None, Outcome.STORE_UNAVAILABLE)
-
-    async def _put(self, store: SessionStore, put: Put) -> bytes | None:
-        try:
-            async with asyncio.timeout(self.settings.store.deadline):
-                return await store.put(put.keys, put.record)
-        except Exception as e:  # noqa: BLE001 - as above
-            self._store_failed("put", e)
-            return None
+        await self.put(Put([scope.response_key(response_id)], record))
 
     async def replace(self, ticket: bytes, record: Record) -> bool:
         """Replace a record in the store, within its deadline. Returns whether it was still there."""
-        try:
-            async with asyncio.timeout(self.settings.store.deadline):
-                return await self.store.replace(ticket, record)
-        except Exception as e:  # noqa: BLE001 - as above
-            self._store_failed("replace", e)
-            return False
-
-    def _store_failed(self, operation: str, error: Exception) -> None:
-        self.metrics.store_errors.labels(operation).inc()
-        log.warning("store %s failed: %s", operation, type(error).__name__)
+        return await self.guard.replace(ticket, record)

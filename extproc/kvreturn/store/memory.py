@@ -12,6 +12,7 @@ from kvreturn.core.ports import Record, Taken
 _OVERHEAD = 600  # bytes of Python objects around an entry and its two keys, measured with tracemalloc
 _TRACE = 60.0  # seconds for which a trace stays at least, however short the record's own life was
 _PER_KEY = 8  # entries under one key: equal conversations of one tenant, answered alike
+_SWEEP = 64  # entries that one call drops: after a quiet hour all are over, and no turn is to pay for that
 
 
 @dataclass(slots=True, eq=False)
@@ -128,17 +129,25 @@ class MemoryStore:
                 return Taken(record, None, now - entry.put_at, entry.ticket)
         return Taken(None, reason)
 
+    async def ping(self) -> None:
+        """See `SessionStore.ping`. It is always there."""
+
+    async def aclose(self) -> None:
+        """See `SessionStore.aclose`. It holds nothing open."""
+
     def _sweep(self, now: float) -> None:
         """Drop what is over."""
-        while self._ends and self._ends[0][0] <= now:
+        for _ in range(_SWEEP):
+            if not self._ends or self._ends[0][0] > now:
+                break
             _, serial = heapq.heappop(self._ends)
             entry = self._live.get(serial)
             if entry and entry.record and now - entry.put_at >= entry.record.ttl:  # not replaced meanwhile
                 self.expired += entry.record.handle is not None
                 self._bury(entry, Outcome.EXPIRED)
-        while self._gone:
-            entry = next(iter(self._gone.values()))
-            if len(self._gone) <= self._max_entries and now < entry.forget_at:
+        for _ in range(2 * _SWEEP):
+            entry = next(iter(self._gone.values()), None)
+            if entry is None or (len(self._gone) <= self._max_entries and now < entry.forget_at):
                 break
             self._forget(entry)
 

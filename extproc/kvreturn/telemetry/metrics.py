@@ -1,6 +1,6 @@
 """Prometheus metrics. Every label has a bounded set of values; none of them holds what a client wrote."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,6 +14,7 @@ from prometheus_client import (
 from kvreturn.core.outcome import Outcome
 
 disable_created_metrics()  # type: ignore[no-untyped-call] # a second series for every counter, which nobody reads
+_FAST = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 _MODELS = 32  # models that get a label of their own when none are configured
 
@@ -33,8 +34,8 @@ class Metrics:
         def counter(name: str, doc: str, *labels: str) -> Counter:
             return Counter(f"kvreturn_{name}", doc, labels, registry=self.registry)
 
-        def histogram(name: str, doc: str, *labels: str) -> Histogram:
-            return Histogram(f"kvreturn_{name}", doc, labels, buckets=_SECONDS, registry=self.registry)
+        def histogram(name: str, doc: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(f"kvreturn_{name}", doc, labels, buckets=buckets, registry=self.registry)
 
         self.turns = counter("turns", "Turns by what became of reuse.", "outcome", "api", "model")
         self.incomplete = counter("turns_incomplete", "Turns whose response ended before its terminal event.")
@@ -60,7 +61,10 @@ class Metrics:
         self.missing = counter("handles_missing", "Complete turns whose response brought no handle.")
         self.capture_failed = counter("capture_failures", "Responses that went on without inspection after a failure.")
         self.oversize = counter("oversize_events", "Events or bodies over the limit; their handles are lost.")
-        self.store_errors = counter("store_errors", "Store calls that failed or took too long.", "operation")
+        self.store_errors = counter("store_errors", "Store calls that failed or took too long.", "operation", "kind")
+        self.store_seconds = histogram(
+            "store_duration_seconds", "Store calls that succeeded.", "operation", buckets=_FAST
+        )
         self.prefill_seconds = histogram("prefill_duration_seconds", "The prefill leg, retries included.")
         self.first_byte_seconds = histogram(
             "time_to_first_byte_seconds", "From the client's headers to the first byte of D's body.", "outcome"

@@ -93,7 +93,7 @@ def test_what_took_long_to_start_stays_on_the_screen(monkeypatch: pytest.MonkeyP
         now += 40
         assert starting.__rich__() == "starting three nodes (40 s)"
         starting.done()
-    assert shown.getvalue() == "Started three nodes in 40 s.\n"
+    assert shown.getvalue() == "Ready after 40 s: three nodes.\n"
 
 
 # --- where vLLM is ---

@@ -56,6 +56,8 @@ NAMES = {
     "kvreturn_sessions_bytes",
     "kvreturn_sessions_evicted",
     "kvreturn_sessions_expired",
+    "kvreturn_store_breaker_open",
+    "kvreturn_store_duration_seconds",
     "kvreturn_store_errors_total",
     "kvreturn_time_to_first_byte_seconds",
     "kvreturn_turn_errors_total",

@@ -1,4 +1,3 @@
-import asyncio
 import time
 import tracemalloc
 
@@ -7,17 +6,8 @@ import pytest
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Record, Taken
 from kvreturn.store.memory import MemoryStore
-
-A, B, C = b"a" * 17, b"b" * 17, b"c" * 17
-
-
-class Clock:
-    """Time stands still until it is told to go on."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from support.harness import Clock
+from support.stores import A, B, C, handle, marker
 
 
 @pytest.fixture
@@ -30,100 +20,11 @@ def store(clock: Clock) -> MemoryStore:
     return MemoryStore(max_entries=1000, max_bytes=1 << 20, clock=clock)
 
 
-def handle(text: str = "h", ttl: float = 450.0) -> Record:
-    return Record(ttl, text.encode(), None, "d:1", "p:1")
-
-
-def marker(reason: Outcome = Outcome.NO_HANDLE_FROM_DECODE, ttl: float = 450.0) -> Record:
-    return Record(ttl, None, reason)
-
-
-async def test_a_handle_is_taken_once_and_by_all_of_its_keys(store: MemoryStore, clock: Clock) -> None:
-    await store.put([A, B], handle())
-    clock.now += 3
-    assert await store.take([C, B]) == Taken(handle(), None, 3.0)
-    for keys in ([A], [B], [C, A, B]):
-        assert await store.take(keys) == Taken(None, Outcome.ALREADY_TAKEN)
-
-
-async def test_nothing_is_known_of_what_was_never_put(store: MemoryStore) -> None:
-    assert await store.take([A, B]) == Taken(None, None, None)
-    assert await store.take([]) == Taken()
-
-
-async def test_the_first_key_wins_and_the_others_stay(store: MemoryStore) -> None:
-    await store.put([A], handle("far"))
-    await store.put([B], handle("near"))
-    assert (await store.take([B, A])).record == handle("near")
-    assert (await store.take([B, A])).record == handle("far")
-    assert await store.take([B, A]) == Taken(None, Outcome.ALREADY_TAKEN)
-
-
-async def test_under_one_key_the_newest_goes_first(store: MemoryStore) -> None:
-    for text in ("1", "2", "3"):
-        await store.put([A], handle(text))
-    assert [(await store.take([A])).record for _ in range(4)] == [handle("3"), handle("2"), handle("1"), None]
-
-
-async def test_fr54_of_20_concurrent_requests_one_gets_the_handle(store: MemoryStore) -> None:
-    await store.put([A, B], handle())
-    taken = await asyncio.gather(*(store.take([A, B]) for _ in range(20)))
-    assert [t.record for t in taken if t.record] == [handle()]
-    assert {t.reason for t in taken if not t.record} == {Outcome.ALREADY_TAKEN}
-
-
-@pytest.mark.parametrize(
-    ("age", "there"), [(0.0, True), (449.0, True), (449.999, True), (450.0, False), (451.0, False)]
-)
-async def test_fr55_a_handle_lives_for_its_ttl(store: MemoryStore, clock: Clock, age: float, there: bool) -> None:  # noqa: FBT001
+async def test_a_handle_lives_to_the_last_moment_of_its_ttl(store: MemoryStore, clock: Clock) -> None:
     await store.put([A], handle(ttl=450.0))
-    clock.now += age
-    expected = Taken(handle(ttl=450.0), None, age) if there else Taken(None, Outcome.EXPIRED)
-    assert await store.take([A]) == expected
-    assert store.expired == (not there)
-    assert len(store) == 0
-
-
-async def test_a_ttl_of_nothing_expires_at_once_and_says_so(store: MemoryStore, clock: Clock) -> None:
-    # What a D with a `decoder_kv_blocks_ttl` of 5 s comes to: its operator has to see why nothing is ever reused.
-    await store.put([A], handle(ttl=0.0))
-    clock.now += 30
-    assert await store.take([A]) == Taken(None, Outcome.EXPIRED)
-
-
-async def test_a_short_ttl_behind_a_long_one_is_kept_all_the_same(store: MemoryStore, clock: Clock) -> None:
-    await store.put([A], handle("long", ttl=450.0))
-    await store.put([B], handle("short", ttl=10.0))
-    clock.now += 11
-    assert await store.take([B]) == Taken(None, Outcome.EXPIRED)
-    assert (await store.take([A])).record == handle("long", ttl=450.0)
-    assert store.expired == 1
-
-
-async def test_a_marker_tells_its_reason_again_and_again(store: MemoryStore, clock: Clock) -> None:
-    await store.put([A], marker())
-    for _ in range(3):
-        assert await store.take([A]) == Taken(marker(), None, clock.now - 1000)
-        clock.now += 100
-    clock.now += 200
-    assert await store.take([A]) == Taken(None, Outcome.NO_HANDLE_FROM_DECODE)
-    assert store.expired == 0
-
-
-async def test_a_newer_marker_stands_before_an_older_handle(store: MemoryStore) -> None:
-    # The turn that ended without a handle is the predecessor; an older one is never a fallback (field report 60).
-    await store.put([A], handle())
-    await store.put([A], marker())
-    assert (await store.take([A])).record == marker()
-
-
-async def test_the_reason_of_the_nearest_is_told(store: MemoryStore, clock: Clock) -> None:
-    await store.put([A], handle(ttl=5.0))
-    await store.put([B], handle())
-    await store.take([B])
-    clock.now += 6
-    assert await store.take([B, A]) == Taken(None, Outcome.ALREADY_TAKEN)
-    assert await store.take([A, B]) == Taken(None, Outcome.EXPIRED)
+    clock.now += 449.999
+    assert (await store.take([A])).record == handle(ttl=450.0)
+    assert (store.expired, len(store)) == (0, 0)
 
 
 async def test_a_reason_is_forgotten_in_the_end(store: MemoryStore, clock: Clock) -> None:
@@ -133,11 +34,18 @@ async def test_a_reason_is_forgotten_in_the_end(store: MemoryStore, clock: Clock
     assert await store.take([A]) == Taken(None, Outcome.ALREADY_TAKEN)
     clock.now += 1
     assert await store.take([A]) == Taken()
-    await store.put([A], handle(ttl=100.0))
-    clock.now += 100
-    assert await store.take([A]) == Taken(None, Outcome.EXPIRED)
-    clock.now += 100
-    assert await store.take([A]) == Taken()
+
+
+async def test_what_expires_is_counted_if_it_was_a_handle(store: MemoryStore, clock: Clock) -> None:
+    await store.put([A], handle("long", ttl=450.0))
+    await store.put([B], handle("short", ttl=10.0))
+    await store.put([C], marker(ttl=10.0))
+    clock.now += 11
+    await store.take([B])
+    assert store.expired == 1
+    clock.now += 450
+    await store.take([B])
+    assert (store.expired, len(store)) == (2, 0)
 
 
 # --- bounds ---
@@ -243,6 +151,24 @@ async def test_traces_are_bounded_too(clock: Clock) -> None:
     assert len(store._index) <= 21
     assert await store.take([b"%017d" % 99]) == Taken(None, Outcome.ALREADY_TAKEN)
     assert await store.take([b"%017d" % 0]) == Taken()
+
+
+async def test_no_single_call_pays_for_all_that_is_over(clock: Clock) -> None:
+    store = MemoryStore(max_entries=10_000, max_bytes=1 << 30, clock=clock)
+    for i in range(1000):
+        await store.put([b"%017d" % i], handle())
+    clock.now += 451
+    lengths = []
+    while len(store):
+        await store.take([A])
+        lengths.append(len(store))
+    assert lengths[0] > 900  # one call, some of the work
+    assert len(lengths) < 20  # and it does not take forever
+    assert (store.bytes, store.expired) == (0, 1000)
+    clock.now += 451
+    for _ in range(20):
+        await store.take([A])
+    assert not store._index
 
 
 async def churn(store: MemoryStore, clock: Clock, first: int, last: int) -> None:

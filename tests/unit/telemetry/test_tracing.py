@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-import json
+import logging
 from collections.abc import Iterator, Mapping
 from concurrent import futures
 from typing import Any
@@ -221,11 +221,15 @@ async def test_five_turns_arrive_as_five_linked_traces(
     assert words == ["first_turn", "hit", "hit", "hit", "hit"]
 
 
-async def test_a_dead_exporter_costs_a_turn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dead_exporter_costs_a_turn_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
     tracing = Tracing.from_environ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"})
     router = harness()
     router.world.tracing = tracing
     await play(router, 5)
-    assert json.loads(json.dumps(router.outcomes())) == {"first_turn": 1, "hit": 4}
+    assert router.outcomes() == {"first_turn": 1, "hit": 4}
+    caplog.set_level(logging.CRITICAL, "opentelemetry")  # it says that it failed, and that is right
+    await asyncio.to_thread(tracing.shutdown)

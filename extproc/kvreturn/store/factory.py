@@ -1,0 +1,47 @@
+"""The session store that the settings ask for."""
+
+import time
+from collections.abc import Callable
+
+from kvreturn.config import Settings
+from kvreturn.core.ports import SessionStore
+from kvreturn.store.memory import MemoryStore
+from kvreturn.store.url import parse_store_url
+from kvreturn.telemetry.metrics import Metrics
+
+
+def open_store(settings: Settings, metrics: Metrics, clock: Callable[[], float]) -> SessionStore:
+    """A store; it connects when it is first used.
+
+    Args:
+        settings: of the router.
+        metrics: where the memory store tells how full it is.
+        clock: monotonic seconds, for the memory store.
+
+    Raises:
+        ModuleNotFoundError: the settings ask for Redis, and the extra `redis` is not installed.
+    """
+    own = settings.store
+    if own.url is None:
+        return _memory(settings, metrics, clock)
+    from kvreturn.store.client import connect  # noqa: PLC0415 - an extra, needed here only
+    from kvreturn.store.codec import Codec  # noqa: PLC0415
+    from kvreturn.store.redis import RedisStore  # noqa: PLC0415
+
+    url = parse_store_url(own.url.get_secret_value())
+    key = own.encryption_key.get_secret_value() or settings.secret.get_secret_value()
+    return RedisStore(
+        connect(url, pool_size=own.pool_size, connect_timeout=own.connect_timeout),
+        Codec(key.encode()),
+        max_record_bytes=own.max_record_bytes,
+        clock=time.time,
+    )
+
+
+def _memory(settings: Settings, metrics: Metrics, clock: Callable[[], float]) -> MemoryStore:
+    store = MemoryStore(max_entries=settings.store.max_entries, max_bytes=settings.store.max_bytes, clock=clock)
+    metrics.watch("sessions", "Records in the session store.", lambda: len(store))
+    metrics.watch("sessions_bytes", "Bytes of the records in the session store.", lambda: store.bytes)
+    metrics.watch("sessions_evicted", "Records that left for want of room.", lambda: store.evicted)
+    metrics.watch("sessions_expired", "Handles that nobody took in time.", lambda: store.expired)
+    return store
