@@ -163,9 +163,10 @@ class _Bulk:
     def __getattr__(self, command: str) -> Any:  # noqa: ANN401 - the pipeline's
         return getattr(self._pipe, command)
 
-    async def execute(self) -> None:
+    async def execute(self) -> list[bool]:
         if len(self._pipe) > 2000:  # noqa: PLR2004 - commands
             await self.flush()
+        return [True]  # for all that the store can tell
 
     async def flush(self) -> None:
         await self._pipe.execute()

@@ -63,6 +63,14 @@ async def test_a_conversation_goes_on_at_another_router_and_after_a_restart(redi
     assert one.metric("store_breaker_open") == 0
 
 
+async def test_every_router_knows_which_node_keeps_a_response(redis: Server, router: Router) -> None:
+    one, other = (await router(redis.url)).world, (await router(redis.url)).world
+    mine, foreign = one.scope({"authorization": "Bearer a"}), one.scope({"authorization": "Bearer b"})
+    await one.set_owner(mine, "resp_1", DECODE)
+    assert [await other.owner(mine, "resp_1") for _ in range(2)] == [DECODE, DECODE]
+    assert await other.owner(foreign, "resp_1") is None
+
+
 async def test_of_200_concurrent_turns_at_two_routers_one_gets_the_handle(redis: Server, router: Router) -> None:
     """Their answers come later: what these leave would be a predecessor for the next try."""
     routers = [await router(redis.url, deadline=10.0) for _ in range(2)]

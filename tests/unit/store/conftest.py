@@ -41,4 +41,5 @@ async def subject(request: pytest.FixtureRequest) -> AsyncIterator[Subject]:
     store = redis_store(url, clock=clock)
     async with contextlib.aclosing(store):
         await store._client.flushall()
+        clock.now = time.time()  # the server's own goes on, from here
         yield Subject(store, clock, store._client)

