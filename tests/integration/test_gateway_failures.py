@@ -32,6 +32,7 @@ from support.nodes import (
 pytestmark = pytest.mark.parametrize("shipped", SHIPPED)
 
 FIRST = chat("Hi", stream=True)
+MESSAGE = chat("Hi", max_tokens=9)
 NEXT = chat("Hi", "Good morning", "And?", stream=True)
 EVENTS = decode_events(params=handle())
 SSE = b"".join(decode_events())
@@ -135,9 +136,16 @@ class TestDecode:
         with closed_port() as nobody:
             async with FakePrefill() as p, front(shipped, [p.address], [nobody]) as there:
                 begun = time.monotonic()
-                assert (await there.post(CHAT, FIRST)).status == 503
+                answer = await there.post(CHAT, FIRST)
                 assert time.monotonic() - begun < 2
+                assert (answer.status, answer.headers["content-type"]) == (503, "application/json")
+                error = json.loads(answer.body)["error"]
+                assert (error["code"], error["type"], error["param"]) == (503, "ServiceUnavailableError", None)
+                assert "no decode node could answer" in error["message"]
+                assert "127.0.0.1" not in error["message"]
                 await there.outcomes(1)
+                anthropic = json.loads((await there.post("/v1/messages", MESSAGE)).body)
+                assert (anthropic["type"], anthropic["error"]["type"]) == ("error", "api_error")
                 assert len(there.store) == 0
 
     async def test_that_dies_in_mid_stream_leaves_nothing(self, shipped: str) -> None:

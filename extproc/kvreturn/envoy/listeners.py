@@ -25,6 +25,14 @@ _ACCESS_LOG = (
     "%RESPONSE_CODE% %RESPONSE_FLAGS% node=%UPSTREAM_HOST% first=%RESPONSE_DURATION%ms all=%DURATION%ms "
     "in=%BYTES_RECEIVED% out=%BYTES_SENT%\n"
 )
+# What a client gets where Envoy found no decode node that answers, in its API's own shape. Flags as in access logs;
+# what the router answers has none of these, and passes as it is.
+_NO_NODE_FLAGS = ("UF", "UH", "UO", "UC", "UR", "LR", "URX", "UT", "UPE")
+_NO_NODE = "kvreturn: no decode node could answer (%RESPONSE_FLAGS%); try again later"
+_OPENAI_ERROR = (
+    f'{{"error":{{"message":"{_NO_NODE}","type":"ServiceUnavailableError","param":null,"code":%RESPONSE_CODE%}}}}\n'
+)
+_ANTHROPIC_ERROR = f'{{"type":"error","error":{{"type":"api_error","message":"{_NO_NODE}"}}}}\n'
 # The node's own, or none.
 _SERVER_HEADER = hcm_pb.HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH
 _ESCAPED_SLASHES = hcm_pb.HttpConnectionManagerPathWithEscapedSlashesAction.UNESCAPE_AND_FORWARD
@@ -41,6 +49,9 @@ def client_listener(settings: Settings) -> listener_pb.Listener:
         stream_idle_timeout=timedelta(seconds=settings.envoy.stream_idle_timeout),
         request_headers_timeout=timedelta(seconds=10),
         access_log=[_access_log()],
+        local_reply_config=hcm_pb.LocalReplyConfig(
+            mappers=[_no_node(_ANTHROPIC_ERROR, "/v1/messages"), _no_node(_OPENAI_ERROR, "/")]
+        ),
         use_remote_address=True,
         early_header_mutation_extensions=[filters.strip_client_headers()],
         upgrade_configs=[hcm_pb.HttpConnectionManagerUpgradeConfig(upgrade_type="websocket")],
@@ -75,7 +86,7 @@ def prefill_listener(settings: Settings) -> listener_pb.Listener:
         # When a node breaks off its answer, Envoy says so by closing, after this time. Its default is a whole second,
         # which the router's second try would lack.
         delayed_close_timeout=timedelta(milliseconds=50),
-        access_log=[_access_log()],
+        access_log=[_access_log(but="/metrics")],  # the router looks there every other second, with `return: auto`
         skip_xff_append=True,
         generate_request_id=False,  # the router gives each leg an id of its own
     )
@@ -129,8 +140,35 @@ def _listener(
     )
 
 
-def _access_log() -> accesslog_pb.AccessLog:
+def _no_node(body: str, prefix: str) -> hcm_pb.ResponseMapper:
+    """The body of Envoy's own answers to requests below a path that no node has answered."""
+    flags = accesslog_pb.AccessLogFilter(
+        response_flag_filter=accesslog_pb.ResponseFlagFilter(flags=list(_NO_NODE_FLAGS))
+    )
+    path = accesslog_pb.AccessLogFilter(header_filter=accesslog_pb.HeaderFilter(header=_path(prefix)))
+    return hcm_pb.ResponseMapper(
+        filter=accesslog_pb.AccessLogFilter(and_filter=accesslog_pb.AndFilter(filters=[flags, path])),
+        body_format_override=core_pb.SubstitutionFormatString(
+            text_format_source=core_pb.DataSource(inline_string=body), content_type="application/json"
+        ),
+    )
+
+
+def _path(prefix: str) -> route_pb.HeaderMatcher:
+    return route_pb.HeaderMatcher(name=":path", string_match=matcher_pb.StringMatcher(prefix=prefix))
+
+
+def _access_log(but: str | None = None) -> accesslog_pb.AccessLog:
+    """The access log, but for requests below a path."""
     line = core_pb.SubstitutionFormatString(text_format_source=core_pb.DataSource(inline_string=_ACCESS_LOG))
     return accesslog_pb.AccessLog(
-        name="envoy.access_loggers.stdout", typed_config=Any.pack(stream_pb.StdoutAccessLog(log_format=line))
+        name="envoy.access_loggers.stdout",
+        typed_config=Any.pack(stream_pb.StdoutAccessLog(log_format=line)),
+        filter=None if but is None else _not_below(but),
     )
+
+
+def _not_below(prefix: str) -> accesslog_pb.AccessLogFilter:
+    path = _path(prefix)
+    path.invert_match = True
+    return accesslog_pb.AccessLogFilter(header_filter=accesslog_pb.HeaderFilter(header=path))
