@@ -36,6 +36,8 @@ class Facts:
         retries: prefill requests beyond the first.
         fallback: whether D did the turn alone.
         captured: whether this turn left a handle for the next one.
+        going: how its KV goes back and by which rule (docs/return.md), `eager(tool_calls)` for example; None if there
+            was nothing to choose.
     """
 
     outcome: Outcome = Outcome.FIRST_TURN
@@ -50,6 +52,7 @@ class Facts:
     retries: int = 0
     fallback: bool = False
     captured: bool = False
+    going: str | None = None
 
     def grade(self) -> None:
         """P answered a request whose handle was proven beforehand, or trusted."""

@@ -147,7 +147,7 @@ class TurnRecord:
                     ticket = await self._world.put(put)
                 (metrics.captured if put.record.handle and ticket is not None else metrics.missing).inc()
                 if ticket is not None:
-                    self._world.returns.offer(put, ticket)
+                    self._turn.facts.going = self._world.returns.offer(put, ticket)
         if end and not self._ended:
             self._ended = True
             metrics.capture_failed.inc(capture.failed is not None)
@@ -181,7 +181,7 @@ class TurnRecord:
             self._world.warn_once(hint)
         log.info(
             "outcome=%s%s api=%s model=%s status=%s prompt=%s read=%s local=%s returned=%s prefill_ms=%.1f "
-            "first_byte_ms=%s retries=%d fallback=%s captured=%s%s",
+            "first_byte_ms=%s retries=%d fallback=%s captured=%s return=%s%s",
             facts.outcome.value,
             f"({facts.detail})" if facts.detail and facts.detail != facts.outcome else "",
             turn.api.name,
@@ -196,6 +196,7 @@ class TurnRecord:
             facts.retries,
             facts.fallback,
             facts.captured,
+            facts.going or "-",
             f" error={_printable(error)}" if error else "",
         )
 
@@ -212,7 +213,7 @@ def _attributes(turn: Turn) -> dict[str, str | int | float | bool | Sequence[str
         "kvreturn.outcome": facts.outcome.value,
         "kvreturn.detail": facts.detail,
         "kvreturn.proof": turn.policy.proof,
-        "kvreturn.return": turn.policy.returns,
+        "kvreturn.return": facts.going,
         "kvreturn.tokens.prompt": prompt,
         "kvreturn.tokens.computed": computed,
         "kvreturn.tokens.read_back": facts.read,

@@ -15,7 +15,7 @@ from opentelemetry.trace import Span
 
 from kvreturn.core import wire
 from kvreturn.core.api.completions import Completions
-from kvreturn.core.choice import Chooser, Fate, Moment
+from kvreturn.core.choice import Choice, Chooser, Fate, Moment
 from kvreturn.core.handle import HandleError, read_handle
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Ask, Awaited, Failure, Put, Record, Reply
@@ -67,11 +67,18 @@ class Returns:
 
     # --- what a turn leaves ---
 
-    def offer(self, put: Put, ticket: bytes) -> None:
-        """A turn has ended. Its record is in the store under this ticket, and may go back at once."""
+    def offer(self, put: Put, ticket: bytes) -> str | None:
+        """A turn has ended. Its record is in the store under this ticket, and may go back at once.
+
+        Returns:
+            What was chosen, and by which rule; None if there was nothing to choose.
+        """
         job, settings = put.job, self._settings
-        if job is None or self._closed or not self._choose(job):
-            return
+        if job is None or self._closed:
+            return None
+        choice = self._choose(job)
+        if not choice.eager:
+            return f"lazy({choice.why})"
         result = None
         if job.handle.tokens > settings.max_tokens:
             result = "too_large"
@@ -81,10 +88,11 @@ class Returns:
             result = "tenant_limit"
         if result:
             self._world.metrics.returns.labels(result).inc()
-            return
+            return f"lazy({result})"
         self._spawn(self._run(job, put.record, ticket))
+        return f"eager({choice.why})"
 
-    def _choose(self, job: Job) -> bool:
+    def _choose(self, job: Job) -> Choice:
         """Whether a turn's KV is to go back at once."""
         world = self._world
         moment = Moment(
@@ -101,7 +109,7 @@ class Returns:
         self._give_up()
         choice = self.chooser.choose(job.mode, moment, job.prefill_node, world.clock())
         world.metrics.return_choices.labels("eager" if choice.eager else "lazy", choice.why).inc()
-        return choice.eager
+        return choice
 
     def _give_up(self) -> None:
         """What nobody came for by now, nobody will, as far as can be learned from it."""

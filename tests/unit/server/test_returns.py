@@ -324,6 +324,17 @@ async def test_several_choices_do_not_go_back(request_: bytes) -> None:
     assert node.returns == []
 
 
+async def test_the_log_says_how_it_goes_back_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvreturn.turn")
+    await play(router(Node()))
+    await play(router(Node(), returns={"max_tokens": 159}))
+    await play(router(Node(), **{"return": "auto"}))
+    await play(router(Node(), **{"return": "lazy"}))
+    lines = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
+    words = [next(w for w in line.split() if w.startswith("return=")) for line in lines]
+    assert words == ["return=eager(fixed)", "return=lazy(too_large)", "return=lazy(default)", "return=-"]
+
+
 async def test_lazy_is_lazy() -> None:
     node = Node()
     await play(router(node, **{"return": "lazy"}))

@@ -209,15 +209,15 @@ async def test_one_line_for_each_turn(caplog: pytest.LogCaptureFixture) -> None:
     first, second, refused = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
     assert first == (
         "outcome=first_turn api=chat model=m status=200 prompt=114 read=- local=0 returned=- prefill_ms=125.0 "
-        "first_byte_ms=125.0 retries=0 fallback=False captured=True"
+        "first_byte_ms=125.0 retries=0 fallback=False captured=True return=-"
     )
     assert second == (
         "outcome=hit api=chat model=m status=200 prompt=114 read=160 local=0 returned=- prefill_ms=125.0 "
-        "first_byte_ms=375.0 retries=0 fallback=False captured=True"
+        "first_byte_ms=375.0 retries=0 fallback=False captured=True return=-"
     )
     assert refused == (
         "outcome=rejected api=chat model=- status=400 prompt=- read=- local=- returned=- prefill_ms=0.0 "
-        "first_byte_ms=- retries=0 fallback=False captured=False error=400"
+        "first_byte_ms=- retries=0 fallback=False captured=False return=- error=400"
     )
 
 

@@ -84,7 +84,6 @@ async def test_it_tells_what_became_of_the_turn(traced: tuple[Harness, InMemoryS
         "kvreturn.api": "chat",
         "kvreturn.outcome": "hit",
         "kvreturn.proof": "connector",
-        "kvreturn.return": "lazy",
         "kvreturn.tokens.prompt": 200,
         "kvreturn.tokens.computed": 40,
         "kvreturn.tokens.read_back": 160,
