@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvreturn.config import Return
 from property.draw import Kinds
+from property.history import SecondP
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,50 @@ _RARE = ("no_handle_from_decode", "below_threshold", "read_failed", "multiple_ch
 _OFTEN = {"hit": 20, "partial_hit": 20, "not_a_continuation": 10, "already_taken": 5, "expired": 3}
 _REUSE = {**_COMMON, **_OFTEN, **dict.fromkeys(_RARE, 1)}
 
+_MIXED: tuple[Return, ...] = ("lazy", "lazy", "eager", "auto")
+_EAGER: tuple[Return, ...] = ("eager", "auto", "eager", "lazy")
+_CACHED = (True, True, True, False)
+_OWN, _FLAGGED, _BARE = SecondP(), SecondP("stock"), SecondP("stock", flag=False)
+
 LEVELS = {
     "connector": Level(
-        Kinds("connector", "kvreturn", "kvreturn"), 6, {**_REUSE, "local_hit": 10, "node_gone": 1}, read=10_000
+        Kinds("connector", "kvreturn", "kvreturn", returns=_MIXED, others=(None, None, _OWN, _BARE)),
+        6,
+        {**_REUSE, "local_hit": 10, "node_gone": 1},
+        read=10_000,
     ),
-    "router": Level(Kinds("router", "stock", "kvreturn"), 6, {**_REUSE, "unproven": 5}, read=10_000),
+    "router": Level(
+        Kinds("router", "stock", "kvreturn", returns=_MIXED, others=(None, None, _FLAGGED)),
+        6,
+        {**_REUSE, "unproven": 5},
+        read=10_000,
+    ),
     "stock P": Level(Kinds("connector", "stock", "kvreturn"), 3, {**_COMMON, "unproven": 30}),
     "stock D": Level(Kinds("connector", "kvreturn", "stock"), 2, {**_COMMON, "unproven": 10}),
     "router beside a connector": Level(Kinds("router", "kvreturn", "kvreturn"), 2, {**_COMMON, "unproven": 10}),
     "off": Level(Kinds("off", "stock", "stock"), 3, {"disabled": 60, "rejected": 1}),
+    "eager": Level(
+        Kinds("connector", "kvreturn", "kvreturn", returns=_EAGER, others=(None, _OWN, _FLAGGED), p_cache=_CACHED),
+        4,
+        {},
+        read=10_000,
+    ),
+    "eager, router": Level(
+        Kinds("router", "stock", "kvreturn", returns=_EAGER, others=(None, _FLAGGED, _OWN), p_cache=_CACHED),
+        4,
+        {},
+        read=10_000,
+    ),
+    "eager, all stock": Level(
+        Kinds("off", "stock", "stock", returns=_EAGER, flag=True, others=(None, _FLAGGED, _BARE), p_cache=_CACHED),
+        4,
+        {},
+        read=1_000,
+    ),
+    "eager, all stock, P without the flag": Level(
+        Kinds("off", "stock", "stock", returns=_EAGER, flag=False, others=(None, _BARE, _FLAGGED), p_cache=_CACHED),
+        4,
+        {},
+        read=1_000,
+    ),
 }
