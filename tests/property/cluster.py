@@ -140,7 +140,7 @@ class Cluster:
         settings = _settings(self.setup, [p.address for p in self.prefill], self.d.address)
         world = World.create(settings, clock=self.clock.now)
         world.new_id = self.watch.new_id
-        world.client = HeldClient(world, self.watch)
+        world.client = HeldClient(world, self.watch, self.clock)
         world.returns = returns = HeldReturns(world, self.watch, waits=self.setup.waits)
         await self.stack.enter_async_context(world.client)
         self.routers.append(Router(world, ExternalProcessor(world), returns))

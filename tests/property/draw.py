@@ -154,9 +154,11 @@ def _steps(kinds: Kinds) -> st.SearchStrategy[Step]:
     # D is not slow: its leg and a pause before it must not outlast P's lease.
     faults: list[FaultKind] = ["status", "malformed", "drop", "omit_params"]
     statuses = st.sampled_from([500, 503, 400])
+    # Whether a stock P has the flag is seen by the parameters in its answer to a probe: it does not leave them out.
+    probed = kinds.returns != ("lazy",) and "stock" in {kinds.p, *(p2.connector for p2 in kinds.others if p2)}
     aways: st.SearchStrategy[Step] = st.builds(Away, some_p)
     fails = _weighted(
-        (3, st.builds(Fail, some_p, st.sampled_from([*faults, "delay"]), statuses)),
+        (3, st.builds(Fail, some_p, st.sampled_from([*(faults[:3] if probed else faults), "delay"]), statuses)),
         (1, st.builds(Fail, st.just("P"), st.sampled_from(faults[:3]), statuses, st.just(value=True))),
         (1, st.builds(Fail, st.just("D"), st.sampled_from(faults), statuses)),
         (1 if any(kinds.others) else 0, aways),

@@ -11,6 +11,7 @@ from kvreturn.core.ports import Ask, Awaited, Record, Reply
 from kvreturn.core.returning import Job
 from kvreturn.server.returns import Returns
 from kvreturn.server.world import World
+from kvreturn.sim import ManualClock
 from kvreturn.upstream.client import PrefillClient
 from property.watch import Watch
 
@@ -74,11 +75,13 @@ class HeldClient(PrefillClient):
     Args:
         world: the router's.
         watch: knows the gates, and who is away.
+        clock: bounds the returns.
     """
 
-    def __init__(self, world: World, watch: Watch) -> None:
+    def __init__(self, world: World, watch: Watch, clock: ManualClock) -> None:
         super().__init__(world.prefill, None)
         self._watch = watch
+        self._clock = clock
         self._nodes = world.settings.pools.prefill
 
     async def _post(self, node: str, ask: Ask, headers: Mapping[str, str]) -> Reply:
@@ -93,7 +96,7 @@ class HeldClient(PrefillClient):
         if name not in watch.returning:
             return await super()._post(node, ask, headers)
         watch.probes[node] += json.loads(ask.body)["prompt"] == [1]
-        async with watch.deadline():
+        async with watch.deadline(self._clock):
             await watch.at("sent", name)
             reply = await super()._post(node, ask, headers)
             await watch.at("come", name)

@@ -10,6 +10,7 @@ from datetime import datetime
 
 from kvreturn.sim import ManualClock
 
+_RETURN_DEADLINE = 30.0  # seconds; the default of `returns.deadline`, which the router itself takes by real time
 REQUEST: ContextVar[str] = ContextVar("request", default="")
 """The router's id of the request that the current task works for: the name of the turn, a dot, a number."""
 
@@ -82,11 +83,21 @@ class Watch:
                 self.gates[name].open()
 
     @contextlib.asynccontextmanager
-    async def deadline(self) -> AsyncIterator[None]:
-        """While a return is in here, its time may be over: see `too_late`."""
+    async def deadline(self, clock: ManualClock | None = None) -> AsyncIterator[None]:
+        """While a return is in here, its time may be over: by `too_late`, or by the clock."""
+        name = self.turn.get()
         async with asyncio.timeout(None) as limit:
-            self._deadlines[self.turn.get()] = limit
-            yield
+            self._deadlines[name] = limit
+            timer = asyncio.create_task(self._expire(clock, name)) if clock else None
+            try:
+                yield
+            finally:
+                if timer:
+                    timer.cancel()
+
+    async def _expire(self, clock: ManualClock, name: str) -> None:
+        await clock.sleep(_RETURN_DEADLINE)
+        self.too_late(name)
 
     def too_late(self, name: str) -> None:
         """The time of a return is over."""
