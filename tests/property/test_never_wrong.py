@@ -21,6 +21,7 @@ from property.draw import HONEST, Kinds, histories
 from property.history import History
 from property.levels import LEVELS
 from property.play import play
+from property.return_dangers import RETURN_DANGERS
 from property.verdict import Tally, WrongAnswerError
 
 _DEFAULT = 300
@@ -70,24 +71,36 @@ def _explore(kinds: Kinds, examples: int, number: int, tally: Tally) -> None:
 
 # --- single dangers ---
 
+_DANGERS = DANGERS | RETURN_DANGERS
+
 
 def _at(level: str, history: History) -> History:
     kinds = LEVELS[level].kinds
-    return replace(history, setup=replace(history.setup, proof=kinds.proof, p=kinds.p, d=kinds.d))
+    returns = kinds.returns[0]
+    setup = replace(
+        history.setup,
+        proof=kinds.proof,
+        returns=returns,
+        adapter_returns=returns,
+        p=kinds.p,
+        flag=kinds.flag,
+        d=kinds.d,
+    )
+    return replace(history, setup=setup)
 
 
-@pytest.mark.parametrize(("name", "level"), [(name, level) for name, d in DANGERS.items() for level in d.levels])
+@pytest.mark.parametrize(("name", "level"), [(name, level) for name, d in _DANGERS.items() for level in d.levels])
 def test_what_is_dangerous_goes_well(name: str, level: str) -> None:
     tally = Tally()
-    asyncio.run(play(_at(level, DANGERS[name].history), tally))
+    asyncio.run(play(_at(level, _DANGERS[name].history), tally))
     assert tally.compared == tally.turns
 
 
-@pytest.mark.parametrize("name", DANGERS)
+@pytest.mark.parametrize("name", _DANGERS)
 def test_without_its_guard_it_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    danger = DANGERS[name]
+    danger = _DANGERS[name]
     danger.unguard(monkeypatch)
-    with pytest.raises(WrongAnswerError):
+    with pytest.raises(danger.error, match=danger.says):
         asyncio.run(play(_at(danger.level, danger.history), Tally()))
 
 
