@@ -100,7 +100,8 @@ def _backs() -> st.SearchStrategy[Back]:
     meanwhile = none | st.tuples(st.sampled_from([1.0, 16.0, 444.0]) | restarts)
     thens = st.sampled_from(["go", "later", "later", "late"])
     return st.one_of(
-        st.builds(Back, st.sampled_from(["queue", "sent", "come"]), st.just(1), meanwhile, thens),
+        st.builds(Back, st.just("queue"), st.just(1), meanwhile, thens),
+        st.builds(Back, st.sampled_from(["sent", "come"]), st.integers(1, 2), meanwhile, thens),  # a probe comes first
         # In the midst of its work the node holds locks, as above.
         st.builds(Back, st.just("P"), st.integers(1, 3), none | st.tuples(restarts), st.sampled_from(["go", "late"])),
     )
@@ -140,7 +141,7 @@ def _turns(kinds: Kinds, *, pauses: bool) -> st.SearchStrategy[Turn]:
         else st.just(()) | st.lists(st.integers(0, len(OPTIONS) - 1), max_size=2).map(tuple),
         cut=st.integers(0, 5),
         pause=_weighted((4, st.none()), (1, _pauses())) if pauses else st.none(),
-        back=_weighted((2, st.none()), (1, _backs())) if eager and pauses else st.none(),
+        back=_weighted((1, st.none()), (1, _backs())) if eager and pauses else st.none(),
     )
 
 
