@@ -9,12 +9,11 @@ from property.cluster import Cluster, Node, open_cluster
 from property.exchange import JSON, GivenUpError, exchange
 from property.history import Away, Back, Fail, History, Pause, Restart, Step, Together, Turn, Wait
 from property.holding import name_of_return
-from property.verdict import PoisonedCacheError, Tally, Told, check_secrets, compare
+from property.invariants import check_end, check_engines
+from property.verdict import Tally, Told, check_secrets, compare
 from property.watch import Gate
-from support.harness import counts, outcomes
 
 _FAR = 100  # steps, by which everything is due
-_FOR_GOOD = 1_000.0  # seconds after which no TTL and no lease is left
 _WORK = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -65,10 +64,10 @@ class Player:
         for number, step in enumerate(self.history.steps):
             self.number = number
             await self._step(step)
-            self._check_engines()
+            check_engines(self.cluster)
             await self._resume(self.number)
         await self._resume(self.number + _FAR)
-        await self._check_end()
+        await check_end(self.cluster, self.tally)
 
     async def _resume(self, number: int) -> None:
         """Let go on what is due after that step."""
@@ -238,7 +237,7 @@ class Player:
 
     async def _returned(self, run: Run) -> None:
         await self._until_returned(run)
-        self._check_engines()
+        check_engines(self.cluster)
 
     async def _until_returned(self, run: Run, gate: Gate | None = None) -> None:
         """Until a return is over, or held up, or perhaps waits for another one that is; or hangs."""
@@ -275,43 +274,6 @@ class Player:
         url = cluster.url(cluster.oracle, run.asked.path)
         async with cluster.session.post(url, data=run.asked.plain, headers=JSON) as answer:
             return Told(answer.status, await answer.read(), run.asked.stream)
-
-    # --- what must hold ---
-
-    def _check_engines(self) -> None:
-        self.cluster.check_caches()
-        for name, node in self.cluster.nodes.items():
-            stats = node.stats
-            assert stats.engine_alive, f"{name}'s engine died"
-            assert stats.hung_requests == 0, f"a request hangs on {name}"
-            assert stats.leaked_blocks == 0, f"{name} leaks blocks"
-            if name != "D":
-                assert stats.pins <= self.cluster.watch.probes[node.address], f"{name} pins blocks for nobody"
-
-    async def _check_end(self) -> None:
-        """Nothing is left of anything, once its time is over, and every turn has been counted once."""
-        cluster, tally = self.cluster, self.tally
-        await cluster.until(lambda: all(router.returns.idle for router in cluster.routers), "a return at the end")
-        await cluster.clock.advance(_FOR_GOOD)
-        await cluster.until(lambda: not any(n.engine._live for n in cluster.nodes.values()), "a node at the end")
-        self._check_engines()
-        if cluster.poisoned:
-            raise PoisonedCacheError(f"the prefix cache of {cluster.poisoned} is poisoned")
-        for name, node in cluster.nodes.items():
-            stats = node.stats
-            left = (stats.blocks_used, stats.pins, stats.leases, stats.running, stats.waiting)
-            assert left == (0, 0, 0, 0, 0), f"{name} is left with {stats}"
-        counted = 0
-        for router in cluster.routers:
-            assert not router.service.running, "the router is left with streams"
-            for pool in (router.world.prefill, router.world.decode):
-                assert all(node.load == 0 for node in pool._nodes.values()), "the router is left with load"
-            ended = outcomes(router.world.metrics)
-            tally.outcomes.update(ended)
-            counted += sum(ended.values())
-            tally.returns.update(counts(router.world.metrics.returns, "result"))
-        assert counted == cluster.watch.exchanges
-        tally.read_tokens += cluster.read_tokens + sum(p.stats.read_tokens for p in cluster.prefill)
 
 
 class _Errors(logging.Handler):

@@ -51,7 +51,7 @@ def test_every_complete_answer_is_the_oracles(name: str, capsys: pytest.CaptureF
     assert tally.read_tokens >= level.read
     assert level.read or not tally.read_tokens
     assert tally.fates["complete"] > tally.turns // 2
-    if level.read and not level.kinds.p_cache[0]:
+    if level.read and level.share >= 6:  # fewer histories do not come everywhere
         assert all(tally.fates[f"left ({where})"] for where in ("send", "P", "between", "D"))
 
 
