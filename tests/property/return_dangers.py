@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+from kvreturn.core.api import Chat, Prompt
+from kvreturn.core.jsontext import ObjectText
 from kvreturn.core.ports import Ask, Reply
 from kvreturn.core.returning import Form, Job
-from kvreturn.core.turn import Turn as CoreTurn
 from kvreturn.server.returns import Returns
 from kvreturn.store.memory import MemoryStore
 from kvreturn.upstream.forms import Forms
@@ -47,7 +48,12 @@ def _send_to_any(patch: Patch) -> None:
 def _believe_tokens(patch: Patch) -> None:
     """The router returns what P names as its prompt, pictures or not, and does not compare that with D's digests."""
     patch.setattr(Job, "_are_these", lambda *_: True)
-    patch.setattr(CoreTurn, "wants_ids", property(lambda _: True))
+    read = Chat.read
+
+    def changed(self: Chat, body: ObjectText, *, strict: bool) -> Prompt:
+        return replace(read(self, body, strict=strict), identifiable=True)
+
+    patch.setattr(Chat, "read", changed)
 
 
 _EAGER = Setup(talks=TALKS)
