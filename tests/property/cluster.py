@@ -6,8 +6,7 @@ and then the clock jumps to the next timer, as if the hours in between had passe
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any
@@ -19,89 +18,15 @@ from kvreturn.server.service import ExternalProcessor
 from kvreturn.server.world import World
 from kvreturn.sim import NO_TIMING, LocalFabric, ManualClock, NodeConfig, SimNode
 from property.history import Setup
+from property.holding import HeldClient, HeldReturns
+from property.watch import REQUEST, NodeClock, Watch
 from property.wording import ADAPTER, ALIAS, MODEL
 
-_REQUEST: ContextVar[str] = ContextVar("request", default="")
-"""The router's id of the request that the current task works for: the name of the turn, a dot, a number."""
 _IDLE = 30  # passes of the event loop without an event: on loopback, what was sent has arrived a pass later
 _SILENCE = 5_000  # milliseconds of real time without an event, although somebody waits
 _LONGEST_WAIT = 3_600.0  # seconds of the clock: no TTL and no lease is that long
+_AT_ONCE = 1e-6
 _PREFILL_TIMEOUT = 2 * _LONGEST_WAIT  # who waits for blocks until their TTL is over has not failed
-
-Where = str
-"""A point at which a turn can be held up: `send` (a message of Envoy's), `between` the legs, in node `P` or `D`."""
-
-
-@dataclass
-class Gate:
-    """Holds up one turn when it comes to a point for the nth time."""
-
-    where: Where
-    nth: int
-    passed: int = 0
-    reached: bool = False
-    _opened: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def at(self, where: Where) -> None:
-        if where == self.where:
-            self.passed += 1
-            if self.passed == self.nth:
-                self.reached = True
-                await self._opened.wait()
-
-    def open(self) -> None:
-        self._opened.set()
-
-
-@dataclass
-class Watch:
-    """Knows which turn a node works for, and what happens at all.
-
-    Attributes:
-        turn: name of the turn whose exchange the current task is a part of.
-        gates: by turn.
-        rendered: date and time of day at which a request's prompt was rendered, by the id of the request.
-        events: grows with everything that happens.
-        exchanges: how many exchanges have begun.
-    """
-
-    turn: ContextVar[str] = field(default_factory=lambda: ContextVar("turn", default=""))
-    gates: dict[str, Gate] = field(default_factory=dict)
-    rendered: dict[str, datetime] = field(default_factory=dict)
-    events: int = 0
-    exchanges: int = 0
-
-    def new_id(self) -> str:
-        """In place of the router's random ids."""
-        self.events += 1
-        return f"{self.turn.get()}.{self.events}"
-
-    async def at(self, where: Where, turn: str) -> None:
-        self.events += 1
-        gate = self.gates.get(turn)
-        if gate:
-            await gate.at(where)
-
-
-class NodeClock:
-    """The common clock as one node has it: every moment at which work could take time is a gate."""
-
-    def __init__(self, clock: ManualClock, watch: Watch, where: Where) -> None:
-        self._clock = clock
-        self._watch = watch
-        self._where = where
-
-    def now(self) -> float:
-        return self._clock.now()
-
-    def wall(self) -> datetime:
-        self._watch.rendered[_REQUEST.get()] = self._clock.wall()
-        return self._clock.wall()
-
-    async def sleep(self, seconds: float) -> None:
-        if seconds <= 0:  # not a timer
-            await self._watch.at(self._where, _REQUEST.get().partition(".")[0])
-        await self._clock.sleep(seconds)
 
 
 class OracleClock:
@@ -127,7 +52,7 @@ class Node(SimNode):
     address: str = ""
 
     def remember(self, path: str, headers: Any, body: bytes) -> None:  # noqa: ANN401 - aiohttp's own mapping
-        _REQUEST.set(headers.get("x-request-id", ""))
+        REQUEST.set(headers.get("x-request-id", ""))
         super().remember(path, headers, body)
 
 
@@ -137,6 +62,7 @@ class Router:
 
     world: World
     service: ExternalProcessor
+    returns: HeldReturns
 
 
 @dataclass
@@ -144,16 +70,17 @@ class Cluster:
     """Everything that a history runs on. `open_cluster` makes one.
 
     Attributes:
+        nodes: P, P2 if there is one, and D.
         disturbed: grows with every restart and injected fault: what runs meanwhile may fail.
         delayed: whether a node was told to be slow, so that somebody may wait for the clock alone.
         read_tokens: tokens that prefill engines which were replaced since had read back.
+        poisoned: which prefix cache has known something else under a hash than what belongs there, if one has.
     """
 
     setup: Setup
     clock: ManualClock
     watch: Watch
-    p: Node
-    d: Node
+    nodes: dict[str, Node]
     oracle: Node
     oracle_clock: OracleClock
     session: aiohttp.ClientSession
@@ -162,6 +89,21 @@ class Cluster:
     disturbed: int = 0
     delayed: bool = False
     read_tokens: int = 0
+    poisoned: str | None = None
+    _contents: dict[bytes, bytes] = field(default_factory=dict)
+
+    @property
+    def p(self) -> Node:
+        return self.nodes["P"]
+
+    @property
+    def d(self) -> Node:
+        return self.nodes["D"]
+
+    @property
+    def prefill(self) -> list[Node]:
+        """All prefill nodes."""
+        return [node for name, node in self.nodes.items() if name != "D"]
 
     @property
     def router(self) -> Router:
@@ -173,19 +115,35 @@ class Cluster:
 
     async def restart(self, who: str) -> None:
         self.disturbed += 1
-        if who == "router":
+        if who.endswith("router"):
+            old = self.router
             await self.start_router()
+            if who.startswith("killed"):
+                await old.returns.drain(0)
             return
-        node = self.p if who == "P" else self.d
-        if node is self.p:
+        self.check_caches()
+        node = self.nodes[who]
+        if who != "D":
             self.read_tokens += node.stats.read_tokens
         node.restart()
 
+    def check_caches(self) -> None:
+        """Note whether all prefix caches have the same under the same hash: it covers all that the KV depends on."""
+        for name, node in self.nodes.items():
+            pool = node.engine.pool
+            for block_hash, block in pool._block_of.items():
+                content = pool.dump([block])
+                if self._contents.setdefault(block_hash, content) != content and not self.poisoned:
+                    self.poisoned = name
+
     async def start_router(self) -> None:
-        world = World.create(_settings(self.setup, self.p.address, self.d.address), clock=self.clock.now)
+        settings = _settings(self.setup, [p.address for p in self.prefill], self.d.address)
+        world = World.create(settings, clock=self.clock.now)
         world.new_id = self.watch.new_id
+        world.client = HeldClient(world, self.watch, self.clock)
+        world.returns = returns = HeldReturns(world, self.watch, waits=self.setup.waits)
         await self.stack.enter_async_context(world.client)
-        self.routers.append(Router(world, ExternalProcessor(world)))
+        self.routers.append(Router(world, ExternalProcessor(world), returns))
 
     async def until(self, done: Callable[[], bool], what: str) -> None:
         """Let everybody work until something is done; let time pass where nothing else is left to happen."""
@@ -210,17 +168,17 @@ class Cluster:
             await self.clock.advance(pause)
 
     def _waiting(self) -> int:
-        return self.p.engine.counters.waiting + self.d.engine.counters.waiting
+        return sum(node.engine.counters.waiting for node in self.nodes.values())
 
     def _next_timer(self) -> float | None:
         due = [when for when, _, future in self.clock._sleepers if not future.done()]
         return max(min(due) - self.clock.now(), 0.0) if due else None
 
 
-def _settings(setup: Setup, p: str, d: str) -> Settings:
+def _settings(setup: Setup, prefill: Sequence[str], d: str) -> Settings:
     return Settings.model_validate(
         {
-            "pools": {"prefill": [p], "decode": [d]},
+            "pools": {"prefill": prefill, "decode": [d]},
             "prefill": {
                 "via": "direct",
                 "timeout": _PREFILL_TIMEOUT,
@@ -229,6 +187,14 @@ def _settings(setup: Setup, p: str, d: str) -> Settings:
             },
             "store": {"ttl": setup.store_ttl},
             "proof": setup.proof,
+            "return": setup.returns,
+            "models": {ADAPTER: {"return": setup.adapter_returns}},
+            "returns": {
+                "concurrency": setup.concurrency,
+                "patience": _PREFILL_TIMEOUT,
+                "deadline": _PREFILL_TIMEOUT,
+                "wait": _PREFILL_TIMEOUT if setup.waits else _AT_ONCE,
+            },
             "limits": {"min_tokens": setup.threshold},
             "secret": setup.secret,
             "admin": None,
@@ -236,7 +202,8 @@ def _settings(setup: Setup, p: str, d: str) -> Settings:
     )
 
 
-def _configs(setup: Setup) -> tuple[NodeConfig, NodeConfig, NodeConfig]:
+def _configs(setup: Setup) -> tuple[dict[str, NodeConfig], NodeConfig]:
+    """P, P2 if there is one, and D; and the oracle."""
     base = NodeConfig(
         model=MODEL,
         aliases=(ALIAS,),
@@ -260,7 +227,10 @@ def _configs(setup: Setup) -> tuple[NodeConfig, NodeConfig, NodeConfig]:
         num_blocks=setup.blocks(setup.p_room),
         bidirectional=setup.reads_at_p,
     )
-    d = replace(
+    nodes = {"P": p}
+    if setup.p2:
+        nodes["P2"] = replace(p, connector=setup.p2.connector, bidirectional=setup.p2.flag)
+    nodes["D"] = replace(
         base,
         role="decode",
         connector=setup.d,
@@ -268,22 +238,21 @@ def _configs(setup: Setup) -> tuple[NodeConfig, NodeConfig, NodeConfig]:
         num_blocks=setup.blocks(setup.d_room),
         bidirectional=setup.keeps_at_d,
     )
-    return p, d, replace(base, role="single", prefix_caching=False, num_blocks=setup.blocks(4.0))
+    return nodes, replace(base, role="single", prefix_caching=False, num_blocks=setup.blocks(4.0))
 
 
 @contextlib.asynccontextmanager
 async def open_cluster(setup: Setup) -> AsyncIterator[Cluster]:
     """A cluster for as long as the context lasts."""
     clock, fabric, watch, oracle_clock = ManualClock(setup.start), LocalFabric(), Watch(), OracleClock()
-    p_config, d_config, oracle_config = _configs(setup)
-    p = Node(p_config, NodeClock(clock, watch, "P"), fabric)
-    d = Node(d_config, NodeClock(clock, watch, "D"), fabric)
+    configs, oracle_config = _configs(setup)
+    nodes = {name: Node(config, NodeClock(clock, watch, name[0]), fabric) for name, config in configs.items()}
     oracle = Node(oracle_config, oracle_clock, fabric)
     async with contextlib.AsyncExitStack() as stack:
-        for node in (p, d, oracle):
+        for node in (*nodes.values(), oracle):
             node.address = (await node.start()).removeprefix("http://")
             stack.push_async_callback(node.stop)
         session = await stack.enter_async_context(aiohttp.ClientSession())
-        cluster = Cluster(setup, clock, watch, p, d, oracle, oracle_clock, session, stack)
+        cluster = Cluster(setup, clock, watch, nodes, oracle, oracle_clock, session, stack)
         await cluster.start_router()
         yield cluster

@@ -3,11 +3,9 @@
 The random histories found most of them; here they are small, and played at every level.
 """
 
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
-
-import pytest
 
 from kvreturn.core.api import Completions, Prompt
 from kvreturn.core.handle import Handle, clipped, direct
@@ -18,28 +16,9 @@ from kvreturn.core.turn import Turn as CoreTurn
 from kvreturn.sim.connector_kvreturn import KvreturnConnector
 from kvreturn.sim.sequence import Sequence
 from kvreturn.store.memory import MemoryStore
+from property.danger import LONG, TALKS, Danger, Patch
 from property.history import Fail, History, Pause, Setup, Talk, Together, Turn
-from property.levels import LEVELS
 from property.wording import OPTIONS
-
-Patch = pytest.MonkeyPatch
-
-
-@dataclass(frozen=True)
-class Danger:
-    """One danger.
-
-    Attributes:
-        history: where it comes up.
-        level: at which the guard stands.
-        unguard: removes the guard.
-        levels: at which it is no danger, guarded.
-    """
-
-    history: History
-    level: str
-    unguard: Callable[[Patch], None]
-    levels: tuple[str, ...] = tuple(LEVELS)
 
 
 def _render_again(patch: Patch) -> None:
@@ -118,13 +97,11 @@ def _read_what_is_there(patch: Patch) -> None:
     patch.setattr(KvreturnConnector, "_transfer", changed)
 
 
-_LONG = 2  # of `history.TEXTS`, and of `history.SYSTEMS`
 _THREE = next(i for i, option in enumerate(OPTIONS) if option.get("n") == 3)
-_TALKS = (Talk(system=_LONG), Talk(system=1), Talk(system=_LONG, salt="salt"))
-_COLD = Setup(p_cache=False, d_cache=False, talks=_TALKS)
+_COLD = Setup(p_cache=False, d_cache=False, talks=TALKS)
 _MINUTE = replace(_COLD, template="dated_minute")  # 15 seconds before the end of one
 _NARROW = replace(_COLD, p_room=1.0, d_room=1.0)
-_OTHERS = (Turn(1, text=_LONG), Turn(1, text=_LONG), Turn(2, text=_LONG), Turn(2, text=_LONG))
+_OTHERS = (Turn(1, text=LONG), Turn(1, text=LONG), Turn(2, text=LONG), Turn(2, text=LONG))
 
 DANGERS = {
     "the minute ends between /tokenize and P's rendering": Danger(
@@ -142,7 +119,7 @@ DANGERS = {
     ),
     "several prompts, and P's blocks of one": Danger(
         History(
-            Setup(talks=(Talk("text", system=_LONG), Talk("ids", system=_LONG))),
+            Setup(talks=(Talk("text", system=LONG), Talk("ids", system=LONG))),
             (Turn(), Turn(), Turn(change="batch"), Turn(1), Turn(1, change="batch"), Turn(1)),
         ),
         "off",
@@ -152,8 +129,8 @@ DANGERS = {
         History(
             _NARROW,
             (
-                *[Turn(text=_LONG)] * 2,
-                *[Together((Turn(text=_LONG, options=(_THREE,)), Turn(1, text=_LONG), Turn(2, text=_LONG)))] * 3,
+                *[Turn(text=LONG)] * 2,
+                *[Together((Turn(text=LONG, options=(_THREE,)), Turn(1, text=LONG), Turn(2, text=LONG)))] * 3,
             ),
         ),
         "connector",

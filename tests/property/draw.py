@@ -1,16 +1,32 @@
 """How hypothesis draws histories."""
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from hypothesis import strategies as st
 
-from kvreturn.config import Proof
+from kvreturn.config import Proof, Return
 from kvreturn.sim import TEMPLATES
 from kvreturn.sim.config import ConnectorKind
 from kvreturn.sim.faults import FaultKind
 from kvreturn.sim.tokenizer import Kind
-from property.history import STARTS, Fail, History, Pause, Restart, Setup, Step, Style, Talk, Together, Turn, Wait
+from property.history import (
+    STARTS,
+    Away,
+    Back,
+    Fail,
+    History,
+    Pause,
+    Restart,
+    SecondP,
+    Setup,
+    Step,
+    Style,
+    Talk,
+    Together,
+    Turn,
+    Wait,
+)
 from property.wording import ADAPTER, MODEL, OPTIONS, SYSTEMS, TEXTS, TOOLS
 
 T = TypeVar("T")
@@ -27,7 +43,14 @@ _CHANGES = (
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which histories are drawn: proof level and connectors, and what varies besides."""
+    """Which histories are drawn: proof level and connectors, and what varies besides.
+
+    Attributes:
+        returns: `return` of the models.
+        flag: the first P's; see `Setup`.
+        others: second prefill nodes; None for none.
+        p_cache: whether P has a prefix cache. Without one, what P has not computed it has read.
+    """
 
     proof: Proof
     p: ConnectorKind
@@ -35,6 +58,10 @@ class Kinds:
     templates: tuple[str, ...] = tuple(TEMPLATES)
     tokenizers: tuple[Kind, ...] = ("exact", "blurry")
     changes: tuple[str, ...] = _CHANGES
+    returns: tuple[Return, ...] = ("lazy",)
+    flag: bool | None = None
+    others: tuple[SecondP | None, ...] = (None,)
+    p_cache: tuple[bool, ...] = (False, False, True)
 
 
 def _weighted(*branches: tuple[int, st.SearchStrategy[T]]) -> st.SearchStrategy[T]:
@@ -63,9 +90,26 @@ _STYLES = st.sampled_from([Style(), Style(reasoning="drop")]) | st.builds(
 )
 
 
+# A killed router's exchanges would fail, and show nothing that an aborted one does not.
+_RESTARTS = st.sampled_from(["P", "D", "router"])
+
+
+def _backs() -> st.SearchStrategy[Back]:
+    none: st.SearchStrategy[tuple[str | float, ...]] = st.just(())
+    restarts = st.sampled_from(["P", "D", "router", "killed router"])
+    meanwhile = none | st.tuples(st.sampled_from([1.0, 16.0, 444.0]) | restarts)
+    thens = st.sampled_from(["go", "later", "later", "late"])
+    return st.one_of(
+        st.builds(Back, st.just("queue"), st.just(1), meanwhile, thens),
+        st.builds(Back, st.sampled_from(["sent", "come"]), st.integers(1, 2), meanwhile, thens),  # a probe comes first
+        # In the midst of its work the node holds locks, as above.
+        st.builds(Back, st.just("P"), st.integers(1, 3), none | st.tuples(restarts), st.sampled_from(["go", "late"])),
+    )
+
+
 def _pauses() -> st.SearchStrategy[Pause]:
     passing = st.sampled_from([1.0, 16.0])  # over the end of a minute, and well within P's lease
-    restarts = st.sampled_from(["P", "D", "router"])
+    restarts = _RESTARTS
     none: st.SearchStrategy[tuple[str | float, ...]] = st.just(())
     short: st.SearchStrategy[tuple[str | float, ...]] = none | st.tuples(passing)
     any_: st.SearchStrategy[tuple[str | float, ...]] = short | st.tuples(restarts) | st.tuples(passing, restarts)
@@ -82,12 +126,12 @@ def _pauses() -> st.SearchStrategy[Pause]:
     )
 
 
-def _turns(changes: tuple[str, ...], *, pauses: bool) -> st.SearchStrategy[Turn]:
-    honest = changes == HONEST
+def _turns(kinds: Kinds, *, pauses: bool) -> st.SearchStrategy[Turn]:
+    honest, eager = kinds.changes == HONEST, kinds.returns != ("lazy",)
     return st.builds(
         Turn,
         talk=st.sampled_from([0, 0, 0, 0, 1, 1, 2]),
-        change=st.sampled_from(changes),
+        change=st.sampled_from(kinds.changes),
         at=st.integers(0, 11),
         text=st.integers(0, len(TEXTS) - 1),
         stream=st.booleans(),
@@ -97,21 +141,28 @@ def _turns(changes: tuple[str, ...], *, pauses: bool) -> st.SearchStrategy[Turn]
         else st.just(()) | st.lists(st.integers(0, len(OPTIONS) - 1), max_size=2).map(tuple),
         cut=st.integers(0, 5),
         pause=_weighted((4, st.none()), (1, _pauses())) if pauses else st.none(),
+        back=_weighted((1, st.none()), (1, _backs())) if eager and pauses else st.none(),
     )
 
 
-def _steps(changes: tuple[str, ...]) -> st.SearchStrategy[Step]:
-    turn = _turns(changes, pauses=True)
-    together = st.builds(Together, st.lists(_turns(changes, pauses=False), min_size=2, max_size=3).map(tuple))
+def _steps(kinds: Kinds) -> st.SearchStrategy[Step]:
+    turn = _turns(kinds, pauses=True)
+    together = st.builds(Together, st.lists(_turns(kinds, pauses=False), min_size=2, max_size=3).map(tuple))
     waits = st.builds(Wait, st.sampled_from([1.0, 44.0, 60.0, 420.0, 444.0, 464.0, 480.0, 86_400.0]))
-    restarts = st.builds(Restart, st.sampled_from(["P", "D", "router"]))
+    several: tuple[Literal["P", "P2"], ...] = ("P", "P2") if any(kinds.others) else ("P",)
+    some_p = st.sampled_from(several)
+    restarts = st.builds(Restart, _RESTARTS)
     # D is not slow: its leg and a pause before it must not outlast P's lease.
-    kinds: list[FaultKind] = ["status", "malformed", "drop", "omit_params"]
+    faults: list[FaultKind] = ["status", "malformed", "drop", "omit_params"]
     statuses = st.sampled_from([500, 503, 400])
+    # Whether a stock P has the flag is seen by the parameters in its answer to a probe: it does not leave them out.
+    probed = kinds.returns != ("lazy",) and "stock" in {kinds.p, *(p2.connector for p2 in kinds.others if p2)}
+    aways: st.SearchStrategy[Step] = st.builds(Away, some_p)
     fails = _weighted(
-        (3, st.builds(Fail, st.just("P"), st.sampled_from([*kinds, "delay"]), statuses)),
-        (1, st.builds(Fail, st.just("P"), st.sampled_from(kinds[:3]), statuses, st.just(value=True))),
-        (1, st.builds(Fail, st.just("D"), st.sampled_from(kinds), statuses)),
+        (3, st.builds(Fail, some_p, st.sampled_from([*(faults[:3] if probed else faults), "delay"]), statuses)),
+        (1, st.builds(Fail, st.just("P"), st.sampled_from(faults[:3]), statuses, st.just(value=True))),
+        (1, st.builds(Fail, st.just("D"), st.sampled_from(faults), statuses)),
+        (1 if any(kinds.others) else 0, aways),
     )
     return _weighted((12, turn), (1, together), (1, waits), (1, restarts), (1, fails))
 
@@ -124,11 +175,17 @@ def histories(kinds: Kinds, *, length: int = 14) -> st.SearchStrategy[History]:
         lambda ttl, **rest: Setup(decoder_ttl=ttl[0], store_ttl=ttl[1], **rest),
         ttls,
         proof=st.just(kinds.proof),
+        returns=st.sampled_from(kinds.returns),
+        adapter_returns=st.sampled_from(kinds.returns),
+        waits=st.booleans(),
+        concurrency=st.sampled_from([1, 2]),
         p=st.just(kinds.p),
+        flag=st.just(kinds.flag),
+        p2=st.sampled_from(kinds.others),
         d=st.just(kinds.d),
         template=st.sampled_from(kinds.templates),
         tokenizer=st.sampled_from(kinds.tokenizers),
-        p_cache=st.sampled_from([False, False, True]),
+        p_cache=st.sampled_from(kinds.p_cache),
         d_cache=st.booleans(),
         p_room=rooms,
         d_room=rooms,
@@ -141,5 +198,5 @@ def histories(kinds: Kinds, *, length: int = 14) -> st.SearchStrategy[History]:
         modes=st.integers(0, 7),
         talks=st.lists(_TALKS, min_size=1, max_size=3).map(tuple),
     )
-    steps = st.lists(_steps(kinds.changes), min_size=5, max_size=length).map(tuple)
+    steps = st.lists(_steps(kinds), min_size=5, max_size=length).map(tuple)
     return st.builds(History, setups, steps)

@@ -142,10 +142,12 @@ async def _ask(cluster: Cluster, path: str, passed: Passed) -> _Answer:
 
 
 def _check_forwarded(asked: Asked, body: bytes) -> None:
-    """D gets what the client sent, and transfer parameters of ours at most."""
-    forwarded = json.loads(body)
+    """D gets what the client sent, and at most transfer parameters of ours, and the wish for token ids."""
+    forwarded, plain = json.loads(body), json.loads(asked.plain)
     forwarded.pop(PARAMS, None)
-    assert forwarded == json.loads(asked.plain), f"{forwarded} was made of {asked.body!r}"
+    if "return_token_ids" not in plain:
+        forwarded.pop("return_token_ids", None)
+    assert forwarded == plain, f"{forwarded} was made of {asked.body!r}"
 
 
 def _check_headers(cluster: Cluster, client: Passed) -> None:

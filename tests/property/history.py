@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-from kvreturn.config import Proof
+from kvreturn.config import Proof, Return
 from kvreturn.sim import TEMPLATES
 from kvreturn.sim.config import ConnectorKind
 from kvreturn.sim.faults import FaultKind
@@ -29,12 +29,31 @@ class Talk:
 
 
 @dataclass(frozen=True)
+class SecondP:
+    """A prefill node beside the first.
+
+    Attributes:
+        connector: of it.
+        flag: its `bidirectional_kv_xfer`.
+    """
+
+    connector: ConnectorKind = "kvreturn"
+    flag: bool = True
+
+
+@dataclass(frozen=True)
 class Setup:
     """Settings.
 
     Attributes:
         proof: the router's proof level.
+        returns: the router's `return`.
+        adapter_returns: the same for the model that is an adapter.
+        waits: whether the next turn waits for a return that is under way; otherwise each of them is late.
+        concurrency: returns that one P runs at a time.
         p: connector of P.
+        flag: P's `bidirectional_kv_xfer`; None: just where the README says that it is needed.
+        p2: another P, if there is one.
         d: connector of D.
         template: of all nodes.
         tokenizer: of all nodes.
@@ -56,7 +75,13 @@ class Setup:
     """
 
     proof: Proof = "connector"
+    returns: Return = "lazy"
+    adapter_returns: Return = "lazy"
+    waits: bool = True
+    concurrency: int = 2
     p: ConnectorKind = "kvreturn"
+    flag: bool | None = None
+    p2: SecondP | None = None
     d: ConnectorKind = "kvreturn"
     template: str = "plain"
     tokenizer: Kind = "exact"
@@ -82,13 +107,13 @@ class Setup:
 
     @property
     def reads_at_p(self) -> bool:
-        """P's `bidirectional_kv_xfer`. A stock P is switched on just where the README says so."""
-        return self.p == "kvreturn" or self.proof in ("router", "trusted")
+        """P's `bidirectional_kv_xfer`."""
+        return self.p == "kvreturn" or self.proof in ("router", "trusted") if self.flag is None else self.flag
 
     @property
     def keeps_at_d(self) -> bool:
         """D's. It has no use without read-back, and a stock D would keep all blocks of all turns for the whole TTL."""
-        return self.proof != "off"
+        return self.proof != "off" or self.returns != "lazy"
 
     @property
     def shares_prompts(self) -> bool:
@@ -105,7 +130,8 @@ class Setup:
         If it does not, and renders the prompt itself although the template has the time of day in it, then even plain
         disaggregated vLLM, without any read-back, goes wrong at midnight: nothing that a router could see.
         """
-        return (self.p, self.d) == ("kvreturn", "kvreturn") or not TEMPLATES[self.template].date
+        connectors = {self.p, self.d, self.p2.connector if self.p2 else self.p}
+        return connectors == {"kvreturn"} or not TEMPLATES[self.template].date
 
 
 @dataclass(frozen=True)
@@ -145,6 +171,23 @@ class Pause:
 
 
 @dataclass(frozen=True)
+class Back:
+    """The eager return of a turn is held up.
+
+    Attributes:
+        where: in the `queue`; when it is about to be `sent`; in node `P`; when its answer has `come`.
+        nth: which time that it comes there.
+        meanwhile: as for `Pause`.
+        then: it goes on at once; after the next steps, or when the next turn waits for it; its deadline has passed.
+    """
+
+    where: Literal["queue", "sent", "P", "come"]
+    nth: int = 1
+    meanwhile: tuple[str | float, ...] = ()
+    then: Literal["go", "later", "late"] = "go"
+
+
+@dataclass(frozen=True)
 class Turn:
     """A client asks. `change` names a method of `client.Conversation`, `at` and `text` are what it works with."""
 
@@ -157,6 +200,7 @@ class Turn:
     options: tuple[int, ...] = ()
     cut: int = 0
     pause: Pause | None = None
+    back: Back | None = None
 
 
 @dataclass(frozen=True)
@@ -175,7 +219,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Restart:
-    """A process is replaced."""
+    """A process is replaced. A `router` ends what it has begun; of a `killed router`, no return is left."""
 
     who: str
 
@@ -184,13 +228,20 @@ class Restart:
 class Fail:
     """The next request to a node goes wrong (`kvreturn.sim.Fault`), or the next to its `/tokenize`."""
 
-    who: Literal["P", "D"]
+    who: Literal["P", "P2", "D"]
     kind: FaultKind
     status: int = 500
     tokenizing: bool = False
 
 
-Step = Turn | Together | Wait | Restart | Fail
+@dataclass(frozen=True)
+class Away:
+    """A P cannot be reached by the next request: as Envoy does, it goes to the other one unless that is forbidden."""
+
+    who: Literal["P", "P2"]
+
+
+Step = Turn | Together | Wait | Restart | Fail | Away
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,15 @@ import logging
 from dataclasses import dataclass, field
 
 from property.client import Asked, Conversation
-from property.cluster import Cluster, Gate, open_cluster
+from property.cluster import Cluster, Node, open_cluster
 from property.exchange import JSON, GivenUpError, exchange
-from property.history import Fail, History, Pause, Restart, Step, Together, Turn, Wait
+from property.history import Away, Back, Fail, History, Pause, Restart, Step, Together, Turn, Wait
+from property.holding import name_of_return
+from property.invariants import check_end, check_engines
 from property.verdict import Tally, Told, check_secrets, compare
-from support.harness import outcomes
+from property.watch import Gate
 
-_FOR_GOOD = 1_000.0  # seconds after which no TTL and no lease is left
+_FAR = 100  # steps, by which everything is due
 _WORK = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -27,7 +29,8 @@ class Run:
         disturbed: the cluster's at the beginning; None if a fault waited for whoever came next.
         task: plays the exchange.
         gate: holds it up.
-        due: number of the step after which it goes on.
+        back: holds up its return.
+        due: number of the step after which it goes on, or its return does.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Run:
     disturbed: int | None
     task: "asyncio.Task[Told | None]"
     gate: Gate | None = None
+    back: Gate | None = None
     due: int = 0
 
 
@@ -49,21 +53,32 @@ class Player:
     tally: Tally
     talks: list[Conversation] = field(init=False)
     held: list[Run] = field(default_factory=list)
+    held_returns: list[Run] = field(default_factory=list)
     runs: int = 0
+    number: int = 0  # of the step
 
     def __post_init__(self) -> None:
         self.talks = [Conversation(self.history.setup, talk) for talk in self.history.setup.talks]
 
     async def play(self) -> None:
         for number, step in enumerate(self.history.steps):
-            await self._step(step, number)
-            self._check_engines()
-            for run in [run for run in self.held if run.due <= number]:
-                self.held.remove(run)
-                await self._go_on(run)
-        for run in self.held:
+            self.number = number
+            await self._step(step)
+            check_engines(self.cluster)
+            await self._resume(self.number)
+        await self._resume(self.number + _FAR)
+        await check_end(self.cluster, self.tally)
+
+    async def _resume(self, number: int) -> None:
+        """Let go on what is due after that step."""
+        for run in [run for run in self.held if run.due <= number]:
+            self.held.remove(run)
             await self._go_on(run)
-        await self._check_end()
+        for run in [run for run in self.held_returns if run.due <= number]:
+            self.held_returns.remove(run)
+            assert run.back
+            run.back.open()
+            await self._returned(run)
 
     async def say(self, asked: Asked) -> Told:
         """Have one request answered, and the answer compared."""
@@ -73,10 +88,10 @@ class Player:
         assert told
         return told
 
-    async def _step(self, step: Step, number: int) -> None:
+    async def _step(self, step: Step) -> None:
         match step:
             case Turn():
-                await self._turn(step, number)
+                await self._turn(step)
             case Together():
                 for run in [self._ask(turn) for turn in step.turns]:
                     await self._finish(run)
@@ -86,12 +101,18 @@ class Player:
                 await self.cluster.restart(step.who)
             case Fail():
                 self._fail(step)
+            case Away():
+                self.cluster.disturbed += 1
+                self.cluster.watch.away = {self._node(step.who).address}
+
+    def _node(self, who: str) -> Node:
+        return self.cluster.nodes.get(who, self.cluster.p)
 
     def _fail(self, step: Fail) -> None:
         cluster = self.cluster
         cluster.disturbed += 1
         cluster.delayed |= step.kind == "delay"
-        node = cluster.p if step.who == "P" else cluster.d
+        node = self._node(step.who)
         node.faults.clear()
         for path in ("/tokenize",) if step.tokenizing else _WORK:
             node.faults.add(path, step.kind, status=step.status, seconds=16.0)
@@ -109,11 +130,14 @@ class Player:
         gate = Gate(turn.pause.where, turn.pause.nth) if turn.pause else None
         if gate:
             self.cluster.watch.gates[name] = gate
+        back = Gate(turn.back.where, turn.back.nth) if turn.back else None
+        if back:
+            self.cluster.watch.gates[name_of_return(name)] = back
         disturbed = None if self._faults() else self.cluster.disturbed
         task = asyncio.create_task(exchange(self.cluster, name, asked, turn.cut))
-        return Run(name, turn, talk, asked, disturbed, task, gate)
+        return Run(name, turn, talk, asked, disturbed, task, gate, back)
 
-    async def _turn(self, turn: Turn, number: int) -> None:
+    async def _turn(self, turn: Turn) -> None:
         run = self._ask(turn)
         pause, gate = turn.pause, run.gate
         if pause and gate:
@@ -126,12 +150,12 @@ class Player:
             self.tally.fates[f"left ({pause.where})"] += 1
             await self._abort(run)
         elif pause.then == "later":
-            run.due = number + 1 + turn.at % 4
+            run.due = self.number + 1 + turn.at % 4
             self.held.append(run)
         else:
             await self._go_on(run)
 
-    async def _meanwhile(self, pause: Pause) -> None:
+    async def _meanwhile(self, pause: Pause | Back) -> None:
         for event in pause.meanwhile:
             if isinstance(event, str):
                 await self.cluster.restart(event)
@@ -146,19 +170,21 @@ class Player:
     async def _abort(self, run: Run) -> None:
         run.task.cancel()
         await asyncio.gather(run.task, return_exceptions=True)
-        if run.gate:
-            run.gate.open()  # a read of a peer's blocks goes on when its request is gone
-        del self.cluster.watch.gates[run.name]
-        engines, mine = (self.cluster.p.engine, self.cluster.d.engine), f"-{run.name}."
+        gate, engines, mine = run.gate, [node.engine for node in self.cluster.nodes.values()], f"-{run.name}."
+        assert gate
         await self.cluster.until(
             lambda: not any(mine in live for engine in engines for live in engine._live), "a node after an abort"
         )
+        gate.open()  # a read that has begun outlives its request
+        del self.cluster.watch.gates[run.name]
+        await self._return(run)
         self._forget_faults()
 
     async def _finish(self, run: Run) -> None:
         await self.cluster.until(run.task.done, f"{run.turn}")
         self.cluster.watch.gates.pop(run.name, None)
         calm = run.disturbed == self.cluster.disturbed
+        await self._return(run)
         self._forget_faults()
         try:
             told = run.task.result()
@@ -184,14 +210,58 @@ class Player:
         if told.status == 400 and run.talk:
             run.talk.refused()
 
+    # --- returns ---
+
+    async def _return(self, run: Run) -> None:
+        """Let a turn's return come to its end, or to where it is held up."""
+        back, gate, watch = run.turn.back, run.back, self.cluster.watch
+        if not (back and gate):
+            await self._returned(run)
+            return
+        name = name_of_return(run.name)
+        await self._until_returned(run, gate)
+        if not gate.reached or name not in watch.returning:
+            gate.open()  # it may still come there
+            return
+        self.tally.fates[f"return held ({back.where})"] += 1
+        await self._meanwhile(back)
+        if back.then == "later":
+            run.due = self.number + 1 + run.turn.at % 4
+            self.held_returns.append(run)
+            return
+        if back.then == "late" and name in watch.returning:  # and no router was killed
+            watch.too_late(name)
+            await self._until_returned(run)
+        gate.open()
+        await self._returned(run)
+
+    async def _returned(self, run: Run) -> None:
+        await self._until_returned(run)
+        check_engines(self.cluster)
+
+    async def _until_returned(self, run: Run, gate: Gate | None = None) -> None:
+        """Until a return is over, or held up, or perhaps waits for another one that is; or hangs."""
+        cluster, name = self.cluster, name_of_return(run.name)
+        await cluster.until(
+            lambda: (
+                name not in cluster.watch.returning
+                or bool(gate and gate.reached)
+                or bool(self.held_returns)
+                or any(node.stats.hung_requests for node in cluster.prefill)
+            ),
+            f"the return of {run.turn}",
+        )
+
+    # --- faults ---
+
     def _faults(self) -> list[int]:
         """How many faults wait on each node where some do."""
-        nodes = (self.cluster.p, self.cluster.d)
+        nodes = self.cluster.nodes.values()
         return [n for n in (sum(map(len, node.faults._queues.values())) for node in nodes) if n]
 
     def _forget_faults(self) -> None:
         """A fault that has happened on one path does not happen on another."""
-        for node in (self.cluster.p, self.cluster.d):
+        for node in self.cluster.nodes.values():
             if sum(map(len, node.faults._queues.values())) == 1 < len(node.faults._queues):
                 node.faults.clear()
 
@@ -204,37 +274,6 @@ class Player:
         url = cluster.url(cluster.oracle, run.asked.path)
         async with cluster.session.post(url, data=run.asked.plain, headers=JSON) as answer:
             return Told(answer.status, await answer.read(), run.asked.stream)
-
-    # --- what must hold ---
-
-    def _check_engines(self) -> None:
-        for name, node in (("P", self.cluster.p), ("D", self.cluster.d)):
-            stats = node.stats
-            assert stats.engine_alive, f"{name}'s engine died"
-            assert stats.hung_requests == 0, f"a request hangs on {name}"
-            assert stats.leaked_blocks == 0, f"{name} leaks blocks"
-
-    async def _check_end(self) -> None:
-        """Nothing is left of anything, once its time is over, and every turn has been counted once."""
-        cluster, tally = self.cluster, self.tally
-        await cluster.clock.advance(_FOR_GOOD)
-        nodes = (cluster.p, cluster.d)
-        await cluster.until(lambda: not any(n.engine._live for n in nodes), "a node at the end")
-        self._check_engines()
-        for name, node in (("P", cluster.p), ("D", cluster.d)):
-            stats = node.stats
-            left = (stats.blocks_used, stats.pins, stats.leases, stats.running, stats.waiting)
-            assert left == (0, 0, 0, 0, 0), f"{name} is left with {stats}"
-        counted = 0
-        for router in cluster.routers:
-            assert not router.service.running, "the router is left with streams"
-            for pool in (router.world.prefill, router.world.decode):
-                assert all(node.load == 0 for node in pool._nodes.values()), "the router is left with load"
-            ended = outcomes(router.world.metrics)
-            tally.outcomes.update(ended)
-            counted += sum(ended.values())
-        assert counted == cluster.watch.exchanges
-        tally.read_tokens += cluster.read_tokens + cluster.p.stats.read_tokens
 
 
 class _Errors(logging.Handler):

@@ -17,6 +17,10 @@ class WrongAnswerError(AssertionError):
     """A client got another answer than it should."""
 
 
+class PoisonedCacheError(AssertionError):
+    """A prefix cache holds something else than what belongs to its tokens: a wrong answer to come."""
+
+
 @dataclass(frozen=True)
 class Told:
     """A response.
@@ -128,7 +132,8 @@ class Tally:
 
     Attributes:
         outcomes: turns by what became of reuse, as the router says.
-        fates: turns by how they ended for their client.
+        fates: turns by how they ended for their client, and what was held up.
+        returns: eager returns by what became of them, as the router says.
         read_tokens: tokens that prefill nodes read back.
     """
 
@@ -138,11 +143,15 @@ class Tally:
     read_tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     fates: Counter[str] = field(default_factory=Counter)
+    returns: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
-        outcomes = ", ".join(f"{name} {count}" for name, count in self.outcomes.most_common())
-        fates = ", ".join(f"{name} {count}" for name, count in self.fates.most_common())
+        outcomes, fates, returns = map(_listed, (self.outcomes, self.fates, self.returns))
         return (
             f"{self.histories} histories, {self.turns} turns ({fates}), {self.compared} answers compared, "
-            f"{self.read_tokens} tokens read back\n  {outcomes}"
+            f"{self.read_tokens} tokens read back\n  {outcomes}\n  returns: {returns}"
         )
+
+
+def _listed(counter: Counter[str]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counter.most_common()) or "none"

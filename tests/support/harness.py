@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client import Counter
+
 from kvreturn.config import Settings
 from kvreturn.core.ports import Ask
 from kvreturn.server.service import ExternalProcessor
@@ -123,13 +125,18 @@ def harness(script: Script = connector, clock: Callable[[], float] | None = None
 
 def outcomes(metrics: Metrics) -> dict[str, int]:
     """Turns by outcome, as the metrics count them."""
-    counts: dict[str, int] = {}
-    for metric in metrics.turns.collect():
+    return counts(metrics.turns, "outcome")
+
+
+def counts(counter: Counter, label: str) -> dict[str, int]:
+    """What was counted, by one label."""
+    found: dict[str, int] = {}
+    for metric in counter.collect():
         for sample in metric.samples:
-            if sample.name == "kvreturn_turns_total":
-                outcome = sample.labels["outcome"]
-                counts[outcome] = counts.get(outcome, 0) + int(sample.value)
-    return counts
+            if sample.name.endswith("_total"):
+                value = sample.labels[label]
+                found[value] = found.get(value, 0) + int(sample.value)
+    return found
 
 
 @contextlib.asynccontextmanager

@@ -10,7 +10,7 @@ import pytest
 from kvreturn.core.handle import read_handle
 from kvreturn.core.ports import Ask, Failure, Reply
 from support.extproc import Envoy, Request, Response
-from support.harness import DECODE, Clock, Harness, settings
+from support.harness import DECODE, Clock, Harness, counts, settings
 from support.nodes import (
     StubPrefill,
     chat,
@@ -113,12 +113,7 @@ async def settled() -> None:
 
 def results(router: Harness) -> dict[str, int]:
     """Returns by what became of them."""
-    counts = {}
-    for metric in router.world.metrics.returns.collect():
-        for sample in metric.samples:
-            if sample.name.endswith("_total"):
-                counts[sample.labels["result"]] = int(sample.value)
-    return counts
+    return counts(router.world.metrics.returns, "result")
 
 
 # --- going back ---
@@ -333,6 +328,16 @@ async def test_the_log_says_how_it_goes_back_and_why(caplog: pytest.LogCaptureFi
     lines = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
     words = [next(w for w in line.split() if w.startswith("return=")) for line in lines]
     assert words == ["return=eager(fixed)", "return=lazy(too_large)", "return=lazy(default)", "return=-"]
+
+
+async def test_ids_that_the_client_asked_for_are_not_all_of_a_prompt_with_pictures() -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = {"model": "m", "messages": [{"role": "user", "content": [picture]}], "return_token_ids": True}
+    node = Node()
+    r = router(node)
+    await play(r, Request(pieces=[json.dumps(body).encode()]))
+    assert node.returns == []
+    assert r.handles == 1
 
 
 async def test_lazy_is_lazy() -> None:
