@@ -259,7 +259,9 @@ class Drive:
             What is to be stored, what the client got, and the capture.
         """
         kind = "text/event-stream; charset=utf-8" if stream else "application/json"
-        capture = open_capture(kind, self.turn.answer, event_bytes=1 << 20, response_bytes=1 << 20)
+        capture = open_capture(
+            kind, self.turn.answer, event_bytes=1 << 20, response_bytes=1 << 20, ids=self.turn.ids_in_answer
+        )
         put, out = None, b""
         for piece in pieces:
             out += capture.decode(compact(piece) if isinstance(piece, dict) else piece)

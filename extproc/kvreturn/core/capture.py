@@ -5,7 +5,7 @@ from typing import Protocol
 
 from kvreturn.core.api.base import Answer
 from kvreturn.core.handle import PARAMS
-from kvreturn.core.ids import TokenIds, take_ids
+from kvreturn.core.ids import Ids, TokenIds, take_ids
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 from kvreturn.core.sse import Event, SSEDecoder, event_end, split_events
 from kvreturn.core.strip import MemberStripper
@@ -44,7 +44,12 @@ class Capture(Protocol):
 
 
 def open_capture(
-    content_type: str, answer: Answer, *, event_bytes: int, response_bytes: int, hides_ids: bool = False
+    content_type: str,
+    answer: Answer,
+    *,
+    event_bytes: int,
+    response_bytes: int,
+    ids: Ids | None = None,
 ) -> Capture:
     """The capture for a response of this `content-type`.
 
@@ -53,11 +58,11 @@ def open_capture(
         answer: collects the answer.
         event_bytes: limit of `StreamCapture`.
         response_bytes: limit of `BodyCapture`.
-        hides_ids: as for `BodyCapture`.
+        ids: as for `BodyCapture`.
     """
     if content_type.startswith("text/event-stream"):
         return StreamCapture(answer, event_bytes)
-    return BodyCapture(answer, response_bytes, hides_ids=hides_ids)
+    return BodyCapture(answer, response_bytes, ids=ids)
 
 
 class StreamCapture:
@@ -175,7 +180,7 @@ class BodyCapture:
     Args:
         answer: collects the answer.
         limit: bytes up to which the body is parsed; a larger one goes on as it comes, without its handle.
-        hides_ids: whether token ids were asked for that the client did not ask for.
+        ids: whether the answer brings all token ids, and whether the client may see them.
         refusal: for an error, which need not be JSON: makes of its body what the client may see.
     """
 
@@ -184,7 +189,7 @@ class BodyCapture:
         answer: Answer,
         limit: int,
         *,
-        hides_ids: bool = False,
+        ids: Ids | None = None,
         refusal: Callable[[bytes], bytes] | None = None,
     ) -> None:
         self.handle: bytes | None = None
@@ -193,7 +198,7 @@ class BodyCapture:
         self.failed: Exception | None = None
         self._answer = answer
         self._limit = limit
-        self._hides_ids = hides_ids
+        self._ids = ids
         self._refusal = refusal
         self._body: bytearray | None = bytearray()
         self._begun = False
@@ -248,8 +253,9 @@ class BodyCapture:
         body = bytes(self._body or b"")
         try:
             stripped, self.handle = strip_body(body)
-            if self._hides_ids:
-                stripped, self.ids = take_ids(stripped)
+            if self._ids:
+                without, self.ids = take_ids(stripped)
+                stripped = without if self._ids == "hidden" else stripped
             _read(self._answer, body, stream=False)
         except JSONTextError:
             self._retry_at = 2 * len(body)

@@ -4,10 +4,14 @@ A request with `return_token_ids` gets, where there would be null, the ids of th
 completions: in each) and of what was generated (in each choice).
 """
 
+from typing import Literal
+
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 
 _PROMPT, _GENERATED = "prompt_token_ids", "token_ids"
 TokenIds = tuple[bytes, list[int]]
+Ids = Literal["hidden", "shown"]
+"""Whether ids in an answer were asked for here, and must not go on, or by the client."""
 
 
 def take_ids(text: bytes) -> tuple[bytes, TokenIds | None]:

@@ -17,6 +17,7 @@ from kvreturn.core.facts import Facts
 from kvreturn.core.fingerprint import Scope, Trail
 from kvreturn.core.handle import PARAMS, Handle, HandleError, cold, direct, read_handle, sealed
 from kvreturn.core.idplan import IdPlan, plan_ids
+from kvreturn.core.ids import Ids
 from kvreturn.core.jsontext import JSONTextError, ObjectText
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.policy import Policy
@@ -258,9 +259,11 @@ class Turn:
         return self._scope.tenant
 
     @property
-    def hides_ids(self) -> bool:
-        """Whether the answer brings token ids that the client did not ask for."""
-        return self.ids.of_decode and not self.facts.fallback
+    def ids_in_answer(self) -> Ids | None:
+        """Whether the answer brings all token ids, and whether the client asked for them."""
+        if self.facts.fallback or not self.ids.in_answer:
+            return None
+        return "hidden" if self.ids.of_decode else "shown"
 
     def _alone(self) -> Forward:
         self.facts.fallback = True

@@ -288,7 +288,7 @@ class Exchange:
             answer,
             event_bytes=limits.event_bytes,
             response_bytes=limits.response_bytes,
-            hides_ids=self._turn is not None and self._turn.hides_ids,
+            ids=self._turn.ids_in_answer if self._turn else None,
         )
 
     def _answered_by(self, message: ProcessingRequest) -> str | None:

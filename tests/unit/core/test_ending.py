@@ -85,16 +85,21 @@ def test_the_tokens_that_go_back_are_ds(case: Case) -> None:
     assert "ids" not in drive.d_body["kv_transfer_params"]["kvreturn"]
 
 
-def test_a_stock_ds_own_ids_are_taken() -> None:
+@pytest.mark.parametrize("asked", [False, True], ids=["for the client", "by the client"])
+def test_a_stock_ds_own_ids_are_taken(*, asked: bool) -> None:
     handle = {k: v for k, v in own_handle().items() if k != "kvreturn"}
     answer = answered("Hi", handle) | {"prompt_token_ids": IDS}
     answer["choices"][0]["token_ids"] = GENERATED
-    drive = Drive(request("Hello"), [Taken(), p_reply()], STOCK)
+    body = request("Hello", **({"return_token_ids": True} if asked else {}))
+    drive = Drive(body, [Taken(), p_reply()], STOCK)
     assert drive.d_body["return_token_ids"] is True
-    capture_put, out, _ = drive.respond(answer)
-    assert json.loads(out)["prompt_token_ids"] == IDS  # `Drive` opens its capture without `hides_ids`: see the server's
-    assert capture_put
-    assert capture_put.job is None
+    put, out, _ = drive.respond(answer)
+    assert put
+    assert put.job
+    assert put.job.tokens() == [*IDS, *GENERATED]
+    client = json.loads(out)
+    assert client["prompt_token_ids"] == (IDS if asked else None)
+    assert client["choices"][0]["token_ids"] == (GENERATED if asked else None)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +107,7 @@ def test_a_stock_ds_own_ids_are_taken() -> None:
     [
         (EAGER, request("Hello")),  # our connector on D tells what it generated
         (STOCK, request("Hello", stream=True)),  # a stock D's streams bring no handle
-        (STOCK, request("Hello", return_token_ids=True)),  # the client asked itself
+        (STOCK, request("Hello", return_token_ids=False)),  # the client said no
         (STOCK, request("Hello", n=2)),
         (Policy(proof="off"), request("Hello")),
     ],
