@@ -141,6 +141,9 @@ class Returns(_Model):
     prefill_load: Count = Field(
         32_768, description="A return waits while the prefill node has more tokens of clients' prompts before it."
     )
+    rate: Positive | None = Field(
+        None, description="Tokens per second that go back to one prefill node, on average; none for no bound."
+    )
     patience: Positive = Field(5.0, description="Seconds for which a return waits for its turn; then it stays lazy.")
     deadline: Positive = Field(30.0, description="Seconds that a return may take.")
     wait: Positive = Field(

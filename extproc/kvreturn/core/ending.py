@@ -32,6 +32,8 @@ def leave(turn: "Turn", capture: Capture, decode_node: str | None) -> Put | None
     reason = Outcome.NO_HANDLE_FROM_DECODE
     if turn.prompt.choices > 1:
         reason = Outcome.MULTIPLE_CHOICES
+        if capture.handle:  # a stock D has pinned the blocks of some choice for it
+            turn.spare.append(Record(turn.policy.ttl, capture.handle, None, node, turn.prefill_node))
     elif capture.handle:
         try:
             handle = read_handle(capture.handle, split_address(node)[0] if node else None)

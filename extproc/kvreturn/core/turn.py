@@ -67,7 +67,7 @@ class Turn:
         self.taken = Taken()
         self.ids = IdPlan()
         self.prompt_ids: bytes | None = None  # as P has them, raw
-        self.spare: Record | None = None  # was taken, and its handle will not be used
+        self.spare: list[Record] = []  # with handles that will not be used
         self._scope = scope
         self._policy_for = policy
         self._judge = judge
@@ -120,7 +120,7 @@ class Turn:
         except Objection as e:
             self.facts.outcome, self.facts.detail = e.outcome, e.detail
             if e.outcome is not Outcome.NODE_GONE:
-                self.spare = record
+                self.spare.append(record)
             return None
         self.facts.held, self.facts.proven = attached.handle.tokens, attached.proven
         return attached

@@ -90,9 +90,13 @@ class TurnRecord:
         metrics.read_tokens.inc(facts.read or 0)
         metrics.prompt_tokens.inc(facts.prefill.prompt or 0)
         metrics.prefill_seconds.observe(self._prefill)
-        if self._turn.spare:
-            self._world.returns.free(self._turn.spare)
+        self._free()
         self._learn()
+
+    def _free(self) -> None:
+        """D need not keep what nobody will read."""
+        while self._turn.spare:
+            self._world.returns.free(self._turn.spare.pop())
 
     def _learn(self) -> None:
         """What this prefill leg tells about those to come."""
@@ -139,6 +143,7 @@ class TurnRecord:
                 metrics.capture_failed.inc()
                 log.exception("could not settle a turn")
                 put, self._stored = None, True
+            self._free()
             if put:
                 self._stored = True
                 self.trace.event("terminal_event")

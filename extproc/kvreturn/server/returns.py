@@ -26,6 +26,9 @@ from kvreturn.telemetry.tracing import headers_of
 if TYPE_CHECKING:
     from kvreturn.server.world import World
 
+# A return that waits for room on P keeps D's blocks, for which a request on D may wait that keeps P's. Our connector on D
+# lets go of them; where there is none, the return must.
+_STOCK = 5.0
 _PROBE_SECONDS = 10.0
 _FREE_SECONDS = 5.0
 _FREES = 8  # at a time
@@ -50,6 +53,7 @@ class Returns:
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting = 0
         self._tenants: Counter[bytes] = Counter()
+        self._paced: dict[str, float] = {}  # when the next return to a node may begin
         self._running: dict[bytes, asyncio.Future[str | None]] = {}
         self._closed = False
         self._unseen: OrderedDict[bytes, tuple[str, str | None, float]] = OrderedDict()  # nobody has come for them yet
@@ -156,6 +160,7 @@ class Returns:
             async with asyncio.timeout(self._settings.patience):
                 await slot.acquire()
                 ready = True
+                await asyncio.sleep(self._pace(job))
                 while self._world.prefill.load(node) > self._settings.prefill_load:  # noqa: ASYNC110 - many end at once
                     await asyncio.sleep(_LOOK)
         except TimeoutError:
@@ -169,6 +174,15 @@ class Returns:
         finally:
             if ready:
                 slot.release()
+
+    def _pace(self, job: Job) -> float:
+        """Seconds to wait so that no more goes back to a node than it may, on average."""
+        rate, now = self._settings.rate, self._world.clock()
+        if rate is None:
+            return 0.0
+        begin = max(now, self._paced.get(job.prefill_node, now))
+        self._paced[job.prefill_node] = begin + job.handle.tokens / rate
+        return begin - now
 
     async def _send(self, job: Job, record: Record, ticket: bytes, span: Span) -> str:
         """Have P read back. Returns what became of it, in one word."""
@@ -186,7 +200,7 @@ class Returns:
             begun = world.clock()
             reply = await self._ask(
                 Ask(PATH, body, prefer=job.prefill_node, only=True, first=form is Form.STREAMED),
-                settings.deadline,
+                settings.deadline if form is Form.SEALED else min(settings.deadline, _STOCK),
                 headers_of(span),
             )
             result = _result(form, reply, job.prefill_node)
@@ -197,6 +211,9 @@ class Returns:
                 self._unseen[ticket] = job.prefill_node, job.finish_reason, world.clock()
             else:
                 await world.replace(ticket, replace(back, returned=0, reason=Outcome.RETURN_FAILED))
+                # A P that was left while it waited for room has told D nothing. And should it read after all: what it
+                # reads for a request that is over, it forgets.
+                self.free(record)
         finally:
             del self._running[ticket]
             done.set_result(None if result in {"returned", "computed"} else result)

@@ -269,6 +269,7 @@ async def test_a_return_that_failed_costs_the_next_turn_no_more_than_a_prefill(r
     r = router(node)
     await play(r)
     assert results(r) == {result: 1}
+    assert json.loads(node.asks[-1].body)["kv_transfer_params"]["kvreturn"]["free"] is True  # whatever P made of it
     await play(r, NEXT)
     assert r.outcomes() == {"first_turn": 1, "return_failed": 1}
     assert r.metric("prefill_retries_total") == 0
@@ -297,6 +298,35 @@ async def test_what_is_over_a_limit_stays_lazy(limits: dict[str, Any], result: s
     assert r.handles >= 1
     node.gate.set()
     await settled()
+
+
+async def test_a_node_gets_no_more_tokens_per_second_than_it_may() -> None:
+    node = Node()
+    r = router(node, returns={"rate": 3200, "patience": 0.2})  # 160 tokens each: one in 50 ms
+    for i in range(3):
+        await play(r, Request(pieces=[chat(f"Conversation {i}")]))
+    assert len(node.returns) == 1
+    await asyncio.sleep(0.08)
+    assert len(node.returns) == 2
+    await asyncio.sleep(0.08)
+    assert results(r) == {"returned": 3}
+
+
+async def test_what_would_have_to_wait_too_long_for_its_rate_stays_lazy() -> None:
+    node = Node()
+    r = router(node, returns={"rate": 1, "patience": 0.01})
+    for i in range(2):
+        await play(r, Request(pieces=[chat(f"Conversation {i}")]))
+    await asyncio.sleep(0.05)
+    assert results(r) == {"returned": 1, "busy": 1}
+
+
+async def test_the_handle_of_one_of_several_choices_is_freed() -> None:
+    node = Node()
+    r = router(node)
+    await play(r, Request(pieces=[chat("Hi", n=2)]))
+    freed = [json.loads(a.body) for a in node.asks if a.path == "/v1/completions"]
+    assert [f["kv_transfer_params"]["kvreturn"]["free"] for f in freed] == [True]
 
 
 async def test_a_busy_p_is_left_alone() -> None:
