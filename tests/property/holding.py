@@ -28,12 +28,16 @@ class HeldReturns(Returns):
         world: the router's.
         watch: knows the gates.
         waits: whether a turn that waits for a return lets it go on.
+
+    Attributes:
+        errors: what went wrong in the router itself.
     """
 
     def __init__(self, world: World, watch: Watch, *, waits: bool) -> None:
         super().__init__(world)
         self._watch = watch
         self._waits = waits
+        self.errors: list[Exception] = []
 
     @property
     def idle(self) -> bool:
@@ -53,6 +57,9 @@ class HeldReturns(Returns):
         watch.returning.add(name)
         try:
             await super()._run(job, record, ticket)
+        except Exception as error:
+            self.errors.append(error)
+            raise
         finally:
             watch.returning.discard(name)
             watch.events += 1

@@ -33,6 +33,7 @@ async def check_end(cluster: Cluster, tally: Tally) -> None:
         assert left == (0, 0, 0, 0, 0), f"{name} is left with {stats}"
     counted = 0
     for router in cluster.routers:
+        assert not router.returns.errors, f"a return failed in the router: {router.returns.errors}"
         assert not router.service.running, "the router is left with streams"
         for pool in (router.world.prefill, router.world.decode):
             assert all(node.load == 0 for node in pool._nodes.values()), "the router is left with load"

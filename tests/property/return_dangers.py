@@ -39,8 +39,8 @@ def _send_to_any(patch: Patch) -> None:
     """A return goes to another P if the right one is away, as turns do."""
     ask_p = Returns._ask
 
-    async def changed(self: Returns, ask: Ask, seconds: float) -> Reply:
-        return await ask_p(self, replace(ask, only=False), seconds)
+    async def changed(self: Returns, ask: Ask, *rest: Any) -> Reply:  # noqa: ANN401 - as they are
+        return await ask_p(self, replace(ask, only=False), *rest)
 
     patch.setattr(Returns, "_ask", changed)
 
