@@ -26,8 +26,8 @@ from kvreturn.telemetry.tracing import headers_of
 if TYPE_CHECKING:
     from kvreturn.server.world import World
 
-# A return that waits for room on P keeps D's blocks, for which a request on D may wait that keeps P's. Our connector on D
-# lets go of them; where there is none, the return must.
+# Seconds. A return that waits for room on P keeps D's blocks, for which a request on D may wait that keeps P's. Our
+# connector on D lets go of them; where there is none, the return must.
 _STOCK = 5.0
 _PROBE_SECONDS = 10.0
 _FREE_SECONDS = 5.0
