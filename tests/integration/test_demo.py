@@ -71,8 +71,9 @@ def check(ran: Ran, *, turns: int, outcomes: set[str]) -> Any:  # noqa: ANN401 -
     first, *later = result["turns"]
     for way in ("lazy", "eager"):
         assert (first[way]["outcome"], first[way]["read_back_tokens"]) == ("first_turn", 0)
-        assert {t[way]["outcome"] for t in later} == outcomes
         assert all(t[way]["computed_tokens"] < t["off"]["computed_tokens"] for t in later)
+    assert {t["lazy"]["outcome"] for t in later} == outcomes
+    assert {t["eager"]["outcome"] for t in later} <= outcomes | {"hit"}  # judged by the block: short thinking is none
     off, lazy, eager = (sum(t[way]["computed_tokens"] for t in later) for way in WAYS)
     last = {way: later[-1][way]["ttft_ms"] for way in WAYS}
     assert result["saved"] == {

@@ -54,12 +54,13 @@ def test_the_table_fits_a_terminal_and_says_what_is_simulated(short: Path) -> No
     ran = run("--conversation", str(short))
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
-    assert max(map(len, lines)) < 80
+    assert max(map(len, lines)) <= 80
     assert lines[0].startswith("Simulated: the nodes and all timing")
     head = next(i for i, line in enumerate(lines) if line.startswith("turn prompt"))
     columns = [line.split() for line in lines[head + 1 : head + 4]]
     assert [(c[0], c[-1]) for c in columns] == [("1", "first_turn"), ("2", "hit"), ("3", "hit")]
     assert {len(c) for c in columns} == {11}
+    assert max(map(len, lines[head - 1 : head + 4])) < 80
     assert "In every turn all four answers were the same." in lines
 
 

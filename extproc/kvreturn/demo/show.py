@@ -22,7 +22,7 @@ _LEGENDS: dict[Engine, str] = {
 _LEGEND = """
 
 [bold]off:[/]   the prefill node P computes the whole history anew each turn.
-[bold]lazy:[/]  while the client waits, P reads back from the decode node D what D holds.
+[bold]lazy:[/]  P reads back from the decode node D what D holds; the client waits.
 [bold]eager:[/] P reads it back right after the turn, into its prefix cache, while the
        agent's tools run ({pause:g} s in every way): before the client asks again.
 {cache}
@@ -30,12 +30,12 @@ Each turn is played in all three ways, and on a plain node, P and D in one: all
 answers must be equal."""
 _CACHES = {
     False: """\
-In each turn P loses its KV of the conversation, as if other traffic needed the
-room. Off and lazy have a P without prefix cache. Eager needs one, so it has a P
-of its own, whose cache is dropped while D generates: then all of it goes back.""",
+In each turn P loses its KV of the conversation, as if other traffic took the
+room. Off and lazy have a P without prefix cache. Eager needs one, so it has a
+P of its own; its cache is dropped while D generates, and then all comes back.""",
     True: """\
-All have one P with a prefix cache that nobody else uses: it keeps the prompts by
-itself, and only what D generated is left to read back.""",
+All have one P, with a prefix cache that nobody else uses: it keeps the prompts
+by itself, and only what D generated is left to read back.""",
 }
 _NODES: dict[Engine, str] = {
     "sim": "simulated nodes and timing",
