@@ -12,7 +12,7 @@ from kvreturn.demo.stack import WAYS, Stack, before_nodes, by_cache, free_addres
 from kvreturn.demo.vllm_node import Role, VllmNode, make_model
 from kvreturn.envoy.process import Sink
 
-_READY_WITHIN = 600.0  # seconds; about 40 on two quiet cores
+_READY_WITHIN = 600.0  # seconds; 122 on two busy cores
 _WARM_UP = Script(
     opening=[{"role": "user", "content": "Return the name of the file object that was opened. " * 20}],
     turns=[["And now the next one."]],

@@ -1,10 +1,11 @@
 """The demo on real vLLM, as far as it goes without vLLM: what is counted, what is said, and how it fails."""
 
 import asyncio
+import contextlib
 import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from aiohttp import web
 from rich.console import Console
 
 import kvreturn.demo.stack
-from kvreturn.demo.counters import Counts, counts
+from kvreturn.demo.counters import Counts, RouterCounts, counts, router_counts, settled
 from kvreturn.demo.result import sentences, summary
 from kvreturn.demo.run import Played, Turn
 from kvreturn.demo.show import Starting
-from kvreturn.demo.stack import Stack
+from kvreturn.demo.stack import Stack, by_cache
 from kvreturn.demo.vllm_node import EngineMissingError, engine_python
 from kvreturn.envoy.process import Child, ProcessError
 from support.demo import Ran, run
@@ -73,9 +74,13 @@ TURNS = [
 ]
 
 
-async def test_counts_of_a_real_node() -> None:
+@contextlib.asynccontextmanager
+async def metrics_of(*texts: str) -> AsyncIterator[str]:
+    """URL of a server that answers with these texts, one after the other, and then with the last one."""
+    left = list(texts)
+
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(text=METRICS)
+        return web.Response(text=left.pop(0) if len(left) > 1 else left[0])
 
     app = web.Application()
     app.router.add_get("/metrics", metrics)
@@ -83,11 +88,40 @@ async def test_counts_of_a_real_node() -> None:
     await runner.setup()
     host, port = unused_address().split(":")
     await web.TCPSite(runner, host, int(port)).start()
-    async with aiohttp.ClientSession() as session:
-        now = await counts(session, f"http://{host}:{port}/metrics")
+    yield f"http://{host}:{port}/metrics"
     await runner.cleanup()
+
+
+async def test_counts_of_a_real_node() -> None:
+    async with metrics_of(METRICS) as url, aiohttp.ClientSession() as session:
+        now = await counts(session, url)
     assert now == Counts(computed=1006, read=1059, transfers=1, transferred_bytes=34 * 131_072, failed=0)
     assert now - Counts(computed=1000) == Counts(6, 1059, 1, 4_456_448)
+
+
+async def test_a_turn_is_over_when_it_is_counted_and_its_return_has_ended() -> None:
+    first = """\
+kvreturn_turns_total{api="chat",model="a",outcome="first_turn"} 1.0
+kvreturn_turns_total{api="chat",model="b",outcome="hit"} 7.0
+kvreturn_return_choices_total{choice="eager",why="fixed"} 1.0
+kvreturn_returns_total{result="returned"} 1.0
+kvreturn_return_duration_seconds_sum 0.25
+kvreturn_read_back_tokens_total 30.0
+"""
+    chosen = first.replace('choice="eager",why="fixed"} 1.0', 'choice="eager",why="fixed"} 2.0')
+    counted = chosen + 'kvreturn_turns_total{api="chat",model="a",outcome="evicted"} 1.0\n'
+    ended = counted + 'kvreturn_returns_total{result="timeout"} 1.0\n'
+    async with metrics_of(first, chosen, counted, ended) as url, aiohttp.ClientSession() as session:
+        before = await router_counts(session, url, "a")
+        outcome, after = await settled(session, url, "a", before)
+    assert before == RouterCounts({"first_turn": 1.0}, read_back=30, begun=1, ended=1, return_seconds=0.25)
+    assert (outcome, after.begun, after.ended) == ("evicted", 2, 2)
+
+
+def test_only_what_goes_back_at_once_has_a_prefix_cache_unless_all_have() -> None:
+    names = {cached: [way.name for way in ways] for cached, ways in by_cache(all_cached=False).items()}
+    assert names == {False: ["off", "lazy"], True: ["eager"]}
+    assert {cached: len(ways) for cached, ways in by_cache(all_cached=True).items()} == {True: 3}
 
 
 def test_the_result_has_what_each_way_saved_against_off() -> None:
