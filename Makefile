@@ -15,7 +15,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## A multi-turn agent conversation through real Envoy: off, on, and an oracle
+demo: $(STAMP)  ## A multi-turn agent conversation through real Envoy: off, lazy, eager, and an oracle
 	$(BIN)/kvreturn demo $(ARGS)
 
 test: $(STAMP)  ## All tests but those that need real vLLM

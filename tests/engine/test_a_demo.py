@@ -34,16 +34,27 @@ async def test_the_demo_on_real_nodes_has_the_oracles_answers_and_reads_what_d_h
     script = built_in(small=True)
     assert len(result["turns"]) == script.length
     first, *later = result["turns"]
-    assert (first["on"]["outcome"], first["on"]["read_back_tokens"]) == ("first_turn", 0)
-    held, blocks = first["prompt_tokens"] + script.max_tokens - 1, 0  # D computed no KV for its last token
+    for way in ("lazy", "eager"):
+        assert (first[way]["outcome"], first[way]["read_back_tokens"]) == ("first_turn", 0)
+    assert first["eager"]["returned_tokens"] == first["prompt_tokens"] + script.max_tokens - 1
+    blocks = {"lazy": 0, "eager": -(-first["eager"]["returned_tokens"] // BLOCK)}
+    before = first
     for turn in later:
         print(turn)
-        on = turn["on"]
-        assert turn["off"]["computed_tokens"] == turn["prompt_tokens"]
-        assert (on["outcome"], on["read_back_tokens"]) == ("hit", held)
-        assert on["computed_tokens"] == turn["prompt_tokens"] - held
-        blocks += -(-held // BLOCK)
-        held = turn["prompt_tokens"] + script.max_tokens - 1
+        held = before["prompt_tokens"] + script.max_tokens - 1  # D computed no KV for its last token
+        off, lazy, eager = turn["off"], turn["lazy"], turn["eager"]
+        assert off["computed_tokens"] == turn["prompt_tokens"]
+        assert (lazy["outcome"], lazy["read_back_tokens"]) == ("hit", held)
+        assert lazy["computed_tokens"] == turn["prompt_tokens"] - held
+        assert (eager["outcome"], eager["read_back_tokens"]) == ("hit", 0)
+        assert eager["computed_tokens"] <= turn["prompt_tokens"] - held + BLOCK
+        assert eager["returned_tokens"] == turn["prompt_tokens"] + script.max_tokens - 1  # P had forgotten its prompt
+        blocks["lazy"] += -(-held // BLOCK)
+        blocks["eager"] += -(-eager["returned_tokens"] // BLOCK)
+        before = turn
     print(result["transfers"], result["saved"])
-    on = {"nixl_reads": len(later), "nixl_bytes": blocks * BLOCK_BYTES, "nixl_failed": 0}
-    assert result["transfers"] == {"off": {"nixl_reads": 0, "nixl_bytes": 0, "nixl_failed": 0}, "on": on}
+    reads = {"off": 0, "lazy": len(later), "eager": script.length}
+    assert result["transfers"] == {
+        way: {"nixl_reads": number, "nixl_bytes": blocks.get(way, 0) * BLOCK_BYTES, "nixl_failed": 0}
+        for way, number in reads.items()
+    }

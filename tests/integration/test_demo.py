@@ -23,6 +23,8 @@ from support.demo import SHORT, Ran, run
 from support.envoy import unused_address
 
 BLOCK = 16
+WAYS = ["off", "lazy", "eager"]
+MEMBERS = ["computed_tokens", "read_back_tokens", "returned_tokens", "ttft_ms", "return_ms", "outcome"]
 _slow = pytest.mark.skipif(
     "KVRETURN_TEST_SLOW" not in os.environ, reason="takes a minute; set KVRETURN_TEST_SLOW=1 to run it"
 )
@@ -59,20 +61,26 @@ def check(ran: Ran, *, turns: int, outcomes: set[str]) -> Any:  # noqa: ANN401 -
     assert (result["engine"], result["identical"]) == ("sim", True)
     assert [t["turn"] for t in result["turns"]] == list(range(1, turns + 1))
     for turn in result["turns"]:
-        assert list(turn) == ["turn", "prompt_tokens", "off", "on"]
-        assert list(turn["off"]) == ["computed_tokens", "ttft_ms"]
-        assert list(turn["on"]) == ["computed_tokens", "read_back_tokens", "ttft_ms", "outcome"]
+        assert list(turn) == ["turn", "prompt_tokens", *WAYS]
+        assert all(list(turn[way]) == MEMBERS and turn[way]["ttft_ms"] > 0 for way in WAYS)
         assert turn["off"]["computed_tokens"] == turn["prompt_tokens"]
-        assert turn["on"]["computed_tokens"] + turn["on"]["read_back_tokens"] == turn["prompt_tokens"]
-        assert turn["off"]["ttft_ms"] > 0 < turn["on"]["ttft_ms"]
+        assert turn["lazy"]["computed_tokens"] + turn["lazy"]["read_back_tokens"] == turn["prompt_tokens"]
+        assert {turn[way]["returned_tokens"] for way in ("off", "lazy")} == {0}
+        assert (turn["off"]["read_back_tokens"], turn["eager"]["read_back_tokens"]) == (0, 0)
+        assert turn["eager"]["return_ms"] > 0
     first, *later = result["turns"]
-    assert (first["on"]["outcome"], first["on"]["read_back_tokens"]) == ("first_turn", 0)
-    assert {t["on"]["outcome"] for t in later} == outcomes
-    assert all(t["on"]["computed_tokens"] < t["off"]["computed_tokens"] for t in later)
-    off, on = (sum(t[leg]["computed_tokens"] for t in later) for leg in ("off", "on"))
+    for way in ("lazy", "eager"):
+        assert (first[way]["outcome"], first[way]["read_back_tokens"]) == ("first_turn", 0)
+        assert all(t[way]["computed_tokens"] < t["off"]["computed_tokens"] for t in later)
+    assert {t["lazy"]["outcome"] for t in later} == outcomes
+    assert {t["eager"]["outcome"] for t in later} <= outcomes | {"hit"}  # judged by the block: short thinking is none
+    off, lazy, eager = (sum(t[way]["computed_tokens"] for t in later) for way in WAYS)
+    last = {way: later[-1][way]["ttft_ms"] for way in WAYS}
     assert result["saved"] == {
-        "computed_tokens_ratio": round(1 - on / off, 4),
-        "ttft_ratio_last_turn": pytest.approx(later[-1]["off"]["ttft_ms"] / later[-1]["on"]["ttft_ms"], abs=0.01),
+        "computed_tokens_ratio": round(1 - lazy / off, 4),
+        "ttft_ratio_last_turn": pytest.approx(last["off"] / last["lazy"], abs=0.01),
+        "eager_computed_tokens_ratio": round(1 - eager / off, 4),
+        "eager_ttft_ratio_last_turn": pytest.approx(last["off"] / last["eager"], abs=0.01),
     }
     return result
 
@@ -93,9 +101,13 @@ async def test_the_built_in_conversation_grows_past_20_000_tokens_and_pays() -> 
     assert prompts[-1] > 20_000
     # Of the history, whose end is the answer before, P computes nothing but the block in which it ends.
     for before, turn in zip(result["turns"], result["turns"][1:], strict=False):
-        assert turn["on"]["computed_tokens"] <= turn["prompt_tokens"] - before["prompt_tokens"] + BLOCK
-    assert result["saved"]["computed_tokens_ratio"] > 0.8
-    assert result["saved"]["ttft_ratio_last_turn"] > 1.5
+        for way in ("lazy", "eager"):
+            assert turn[way]["computed_tokens"] <= turn["prompt_tokens"] - before["prompt_tokens"] + BLOCK
+        # P had forgotten the prompt before as well: all that D held came back, before the client asked again.
+        assert before["eager"]["returned_tokens"] == turn["lazy"]["read_back_tokens"]
+    for way in ("", "eager_"):
+        assert result["saved"][f"{way}computed_tokens_ratio"] > 0.8
+        assert result["saved"][f"{way}ttft_ratio_last_turn"] > 1.5
 
 
 @_slow
@@ -130,8 +142,8 @@ def descendants(pid: int) -> set[int]:
 @pytest.mark.parametrize(
     ("number", "moment", "children"),
     [
-        pytest.param(signal.SIGINT, "turn 2 of ", 6, id="ctrl-c in mid-run"),
-        pytest.param(signal.SIGTERM, "starting router and Envoy", 3, id="sigterm while it starts"),
+        pytest.param(signal.SIGINT, "turn 2 of ", 10, id="ctrl-c in mid-run"),
+        pytest.param(signal.SIGTERM, "starting router and Envoy", 4, id="sigterm while it starts"),
     ],
 )
 async def test_a_signal_leaves_no_process(number: signal.Signals, moment: str, children: int, short: Path) -> None:

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 import kvreturn.cli.demo
+import kvreturn.demo.run
 from kvreturn.demo.run import play
 from kvreturn.demo.script import built_in, from_file
 from kvreturn.demo.stack import Stack
@@ -18,6 +19,7 @@ from support.demo import SHORT, nodes, run
 from support.gateway import CHAT
 
 BLOCK = 16
+THRESHOLD = 64  # fewer tokens are computed, not read
 
 
 @pytest.fixture
@@ -36,6 +38,12 @@ def played_on(make: Callable[[], Any]) -> Any:  # noqa: ANN401 - stands for `sim
     return simulated
 
 
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Returns are waited for anyway."""
+    monkeypatch.setattr(kvreturn.demo.run, "PAUSE", 0.0)
+
+
 @pytest.fixture
 def _plain_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvreturn.cli.demo, "simulated", played_on(nodes))
@@ -48,11 +56,12 @@ def test_the_table_fits_a_terminal_and_says_what_is_simulated(short: Path) -> No
     lines = ran.out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("Simulated: the nodes and all timing")
-    head = next(i for i, line in enumerate(lines) if line.startswith(" turn   prompt"))
+    head = next(i for i, line in enumerate(lines) if line.startswith("turn prompt"))
     columns = [line.split() for line in lines[head + 1 : head + 4]]
     assert [(c[0], c[-1]) for c in columns] == [("1", "first_turn"), ("2", "hit"), ("3", "hit")]
-    assert {len(c) for c in columns} == {8}
-    assert "In every turn all three answers were the same." in lines
+    assert {len(c) for c in columns} == {11}
+    assert max(map(len, lines[head - 1 : head + 4])) < 80
+    assert "In every turn all four answers were the same." in lines
 
 
 @pytest.mark.parametrize("json_too", [False, True])
@@ -69,7 +78,7 @@ def test_answers_that_differ_are_a_failure(
         assert json.loads(ran.out)["identical"] is False
     else:
         assert "ANSWERS DIFFER" in ran.out
-        assert "all three answers were the same" not in ran.out
+        assert "all four answers were the same" not in ran.out
 
 
 @pytest.mark.parametrize("template", ["plain", "drop_thinking"])
@@ -80,16 +89,26 @@ async def test_p_computes_at_most_the_new_suffix_and_one_block(template: str) ->
         turns = [turn async for turn in play(there.stack, script)]
         bodies = [json.loads(r.body) for r in there.d.requests if r.path == CHAT]
         held: list[int] = []
-        new = []
-        for body in [b for b in bodies if b["model"] == "demo-on"]:
+        new, generations = [], []
+        for body in [b for b in bodies if b["model"] == "demo-lazy"]:
             prompt, generated = await tokens_of(session, there.stack, body)
             shared = next((i for i, (a, b) in enumerate(zip(held, prompt, strict=False)) if a != b), len(held))
             new.append(len(prompt) - shared)
             held = prompt + generated[:-1]
+            generations.append(len(generated) - 1)
     assert turns[-1].prompt_tokens > 20_000
     assert all(turn.identical for turn in turns)
-    excess = [turn.ways["on"].computed_tokens - suffix for turn, suffix in zip(turns, new, strict=True)]
-    assert max(excess) <= BLOCK
+    for way, returns in (("lazy", 0), ("eager", THRESHOLD)):
+        excess = [turn.ways[way].computed_tokens - suffix for turn, suffix in zip(turns, new, strict=True)]
+        assert max(excess) <= BLOCK + returns
+    for turn, generation in zip(turns, generations, strict=True):
+        off, lazy, eager = (turn.ways[way] for way in ("off", "lazy", "eager"))
+        # A P that nobody disturbs kept the prompt's full blocks: what is behind them comes from D, if it is enough.
+        behind = turn.prompt_tokens % BLOCK + generation
+        assert eager.returned_tokens == (behind if behind >= THRESHOLD else 0)
+        assert (eager.read_back_tokens, off.read_back_tokens) == (0, 0)
+        assert (off.returned_tokens, lazy.returned_tokens) == (0, 0)
+        assert (off.return_ms, lazy.return_ms) == (0, 0) < (eager.return_ms, 1)
     assert sum(new[1:]) < sum(t.prompt_tokens for t in turns[1:]) / 3
 
 
@@ -100,10 +119,11 @@ async def test_recorded_histories_are_reused_and_answered_alike(path: Path, toke
         turns = [turn async for turn in play(there.stack, from_file(path))]
     assert len(turns) >= 5
     assert all(turn.identical for turn in turns)
-    assert turns[0].ways["on"].outcome == "first_turn"
-    assert {turn.ways["on"].outcome for turn in turns[1:]} <= (
-        {"hit"} if tokenizer == "exact" else {"hit", "partial_hit"}
-    )
+    for way in ("lazy", "eager"):
+        assert turns[0].ways[way].outcome == "first_turn"
+        assert {turn.ways[way].outcome for turn in turns[1:]} <= (
+            {"hit"} if tokenizer == "exact" else {"hit", "partial_hit"}
+        )
 
 
 async def tokens_of(session: aiohttp.ClientSession, stack: Stack, body: Any) -> tuple[list[int], list[int]]:  # noqa: ANN401

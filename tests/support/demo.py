@@ -8,7 +8,7 @@ from typing import Any
 import click.testing
 
 from kvreturn.cli.main import main
-from kvreturn.demo.stack import WAYS, Stack
+from kvreturn.demo.stack import WAYS, Front, Stack, by_cache
 from kvreturn.sim import NO_TIMING, NodeConfig, SimNode
 from support.envoy import unused_address
 from support.gateway import front, serving_sims
@@ -43,9 +43,7 @@ def run(*arguments: str) -> Ran:
 
 @dataclass
 class Nodes:
-    p: SimNode
     d: SimNode
-    oracle: SimNode
     stack: Stack
 
 
@@ -53,7 +51,7 @@ class Nodes:
 async def nodes(
     template: str = "plain", oracle_template: str | None = None, tokenizer: str = "exact"
 ) -> AsyncIterator[Nodes]:
-    """The demo's stack. Another template for the oracle makes it say something else."""
+    """The demo's stack, but P's prefix cache stays. Another template for the oracle makes it say other words."""
     common: Any = {
         "model": WAYS[0].model,
         "aliases": tuple(way.model for way in WAYS[1:]),
@@ -61,13 +59,21 @@ async def nodes(
         "timing": NO_TIMING,
         "connector": "kvreturn",
     }
-    p = SimNode(NodeConfig(role="prefill", prefix_caching=False, template=template, **common))
+    groups = by_cache(all_cached=False)
+    prefills = [
+        SimNode(NodeConfig(role="prefill", prefix_caching=cached, template=template, **common)) for cached in groups
+    ]
     d = SimNode(NodeConfig(role="decode", template=template, **common))
     oracle = SimNode(NodeConfig(role="single", template=oracle_template or template, **common))
-    admin = unused_address()
-    async with serving_sims(p, d, oracle) as urls:
-        addresses = [url.removeprefix("http://") for url in urls]
-        models = {way.model: dict(way.settings) for way in WAYS}
-        async with front("kvreturn", addresses[:1], addresses[1:2], admin=admin, models=models) as there:
-            stack = Stack(there.url, f"{urls[2]}/v1", f"{urls[0]}/metrics", f"http://{admin}/metrics")
-            yield Nodes(p, d, oracle, stack)
+    fronts: dict[str, Front] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        *urls, d_url, oracle_url = await stack.enter_async_context(serving_sims(*prefills, d, oracle))
+        for url, ways in zip(urls, groups.values(), strict=True):
+            admin = unused_address()
+            p_address, d_address = (u.removeprefix("http://") for u in (url, d_url))
+            models = {way.model: dict(way.settings) for way in ways}
+            there = await stack.enter_async_context(
+                front("kvreturn", [p_address], [d_address], admin=admin, models=models)
+            )
+            fronts |= {way.name: Front(there.url, url, f"http://{admin}/metrics") for way in ways}
+        yield Nodes(d, Stack(fronts, f"{oracle_url}/v1"))

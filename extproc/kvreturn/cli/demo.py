@@ -16,7 +16,8 @@ import click
 import openai
 from rich.console import Console
 
-from kvreturn.demo.run import Turn, play, sentences, summary
+from kvreturn.demo.result import sentences, summary
+from kvreturn.demo.run import Turn, play
 from kvreturn.demo.script import Script, ScriptError, built_in, from_file
 from kvreturn.demo.show import Starting, TurnTable, legend, plot
 from kvreturn.demo.stack import Engine, SimOptions, Stack, simulated
@@ -70,8 +71,8 @@ _PICTURES = (".png", ".svg", ".pdf")
     "--prefill-cache/--no-prefill-cache",
     default=False,
     show_default=True,
-    help="Whether the prefill node has a prefix cache. With one node and nobody else on it the cache alone keeps all "
-    "but the generated tokens, which production nodes do not.",
+    help="Play all ways on one prefill node that keeps its prefix cache. With nobody else on it the cache alone keeps "
+    "all but the generated tokens, which busy nodes do not. Otherwise prefill nodes lose the conversation every turn.",
 )
 @click.option("--plot", "picture", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot of the TTFT.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
@@ -89,10 +90,10 @@ def command(
 ) -> None:
     """Play a multi-turn agent conversation through real Envoy, with and without read-back, and compare.
 
-    The same conversation runs three times, in step: `off` (the prefill node computes the whole history each turn), `on`
-    (it reads back from the decode node), and on a plain single node, the oracle. All answers must be the same; if not,
-    the exit code is 1. Nodes and their timing are simulated, unless --engine says otherwise; client, Envoy, router and
-    protocol are real.
+    The same conversation runs four times, in step: `off` (the prefill node computes the whole history each turn),
+    `lazy` (it reads back from the decode node while the client waits), `eager` (it has read back before the client asks
+    again), and on a plain single node, the oracle. All answers must be the same; if not, the exit code is 1. Nodes and
+    their timing are simulated, unless --engine says otherwise; client, Envoy, router and protocol are real.
     """
     real = engine == "vllm-cpu"
     if real and template != "plain":
@@ -115,7 +116,7 @@ def command(
     if python:
         nodes = partial(on_vllm, VllmOptions(python, tokenizer == "blurry", prefill_cache), sink)
     console = Console(stderr=as_json, quiet=as_json)
-    console.print(legend(engine, SimOptions().prefill_rate), highlight=False)
+    console.print(legend(engine, SimOptions().prefill_rate, all_cached=prefill_cache), highlight=False)
     with _errors(() if verbose else logs):
         turns = asyncio.run(_until_signal(_run(script, nodes, console)))
     result = _tell(engine, turns, console, picture, as_json=as_json)
@@ -159,7 +160,7 @@ def _tell(
     else:
         console.print("\n" + sentences(result), highlight=False)
         if result["identical"]:
-            console.print("In every turn all three answers were the same.")
+            console.print("In every turn all four answers were the same.")
     return result
 
 

@@ -14,8 +14,11 @@ _COMPUTED, _READ = "local_compute", "external_kv_transfer"
 # What NixlConnector counts on the node that reads. vLLM 0.32.0 adds them up in the step that reports the request as
 # loaded, so they are there when the prefill leg's answer is. Simulated nodes have none.
 _NIXL = ("vllm:nixl_bytes_transferred_count", "vllm:nixl_bytes_transferred_sum", "vllm:nixl_num_failed_transfers_total")
-_TURNS = "kvreturn_turns_total"
-_PATIENCE = 2.0  # seconds: a turn counts when its stream is closed, a moment after the client has the end
+_TURNS, _CHOICES, _RETURNS = "kvreturn_turns_total", "kvreturn_return_choices_total", "kvreturn_returns_total"
+_READ_BACK, _RETURN_SECONDS = "kvreturn_read_back_tokens_total", "kvreturn_return_duration_seconds_sum"
+# Seconds: a turn counts when its stream is closed, a moment after the client has the end; the router gives up a return
+# that has waited for 5 and taken 30.
+_PATIENCE = 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +61,62 @@ async def prompt_tokens_by_source(session: aiohttp.ClientSession, url: str) -> d
     return _by(await _scrape(session, url), _SOURCE, "source")
 
 
-async def turns_by_outcome(session: aiohttp.ClientSession, url: str, model: str) -> dict[str, float]:
-    """Read the router's counter of turns by outcome, for one model."""
-    return _by(await _scrape(session, url), _TURNS, "outcome", model=model)
+@dataclass(frozen=True, slots=True)
+class RouterCounts:
+    """What a router counted.
+
+    Attributes:
+        turns: turns of one model, by outcome.
+        read_back: prompt tokens that P read from D while a client waited.
+        begun: eager returns that were decided on.
+        ended: eager returns that were brought to an end, a good one or not.
+        return_seconds: time that all of them took.
+    """
+
+    turns: Mapping[str, float]
+    read_back: int
+    begun: int
+    ended: int
+    return_seconds: float
 
 
-async def new_outcome(session: aiohttp.ClientSession, url: str, model: str, before: Mapping[str, float]) -> str:
-    """Wait for the outcome of the model's one turn that ended since `before`."""
+async def router_counts(session: aiohttp.ClientSession, url: str, model: str) -> RouterCounts:
+    """Read what a router has counted so far; turns are those of one model."""
+    samples = await _scrape(session, url)
+
+    def total(name: str, **labels: str) -> float:
+        return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
+
+    return RouterCounts(
+        turns=_by(samples, _TURNS, "outcome", model=model),
+        read_back=int(total(_READ_BACK)),
+        begun=int(total(_CHOICES, choice="eager")),
+        ended=int(total(_RETURNS)),
+        return_seconds=total(_RETURN_SECONDS),
+    )
+
+
+async def settled(
+    session: aiohttp.ClientSession, url: str, model: str, before: RouterCounts
+) -> tuple[str, RouterCounts]:
+    """Wait until the router has counted the model's one turn since `before`, and its return, if any, has ended.
+
+    A return is decided on before its turn is counted, so none can come later.
+
+    Returns:
+        The turn's outcome, and what is counted now.
+
+    Raises:
+        TimeoutError: that did not happen.
+    """
     deadline = asyncio.get_running_loop().time() + _PATIENCE
     while asyncio.get_running_loop().time() < deadline:
-        now = await turns_by_outcome(session, url, model)
-        for outcome, count in now.items():
-            if count > before.get(outcome, 0):
-                return outcome
+        now = await router_counts(session, url, model)
+        outcome = next((name for name, count in now.turns.items() if count > before.turns.get(name, 0)), None)
+        if outcome and now.ended - before.ended >= now.begun - before.begun:
+            return outcome, now
         await asyncio.sleep(0.01)
-    raise TimeoutError(f"the router counted no turn of model {model} within {_PATIENCE:g} s")
+    raise TimeoutError(f"no turn of model {model} and its return were counted by the router within {_PATIENCE:g} s")
 
 
 async def _scrape(session: aiohttp.ClientSession, url: str) -> list[Sample]:

@@ -1,5 +1,6 @@
 """Playing a conversation with the official `openai` client, as any agent would."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ class Leg:
         model: under this name.
         script: the conversation.
         extra: further members of the request's body.
+
+    Attributes:
+        answering: set from the first piece of an answer to the next request.
     """
 
     client: openai.AsyncOpenAI
@@ -45,6 +49,7 @@ class Leg:
     script: Script
     extra: dict[str, Any] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
+    answering: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def turn(self, number: int) -> Said:
         """Send the next request of the conversation and take the answer in. Turns count from 0."""
@@ -57,6 +62,7 @@ class Leg:
         return said
 
     async def _ask(self) -> Said:
+        self.answering.clear()
         begun = time.perf_counter()
         first: float | None = None
         request: dict[str, Any] = {  # plain dicts, as agents have them
@@ -84,6 +90,7 @@ class Leg:
                 reasoning = getattr(delta, "reasoning", None)
                 if first is None and (delta.content or reasoning or delta.tool_calls):
                     first = time.perf_counter()
+                    self.answering.set()
                 content.append(delta.content or "")
                 thinking.append(reasoning or "")
                 for call in delta.tool_calls or ():

@@ -1,21 +1,21 @@
-"""The demo's course: each turn once in every way (without read-back, with it), and once on the plain node."""
+"""The demo's course: each turn once in every way (off, lazy, eager), and once on the plain node."""
 
-import statistics
+import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 import openai
 
-from kvreturn.demo.counters import Counts, counts, new_outcome, turns_by_outcome
+from kvreturn.demo.counters import Counts, counts, router_counts, settled
 from kvreturn.demo.leg import Leg, Said
 from kvreturn.demo.script import Script
-from kvreturn.demo.stack import WAYS, Engine, Stack
+from kvreturn.demo.stack import WAYS, Front, Stack
 
-# Members of the JSON, by way. Without read-back there is nothing to tell of it.
-_MEMBERS = ("computed_tokens", "read_back_tokens", "ttft_ms", "outcome")
-_MEMBERS_OFF = ("computed_tokens", "ttft_ms")
+PAUSE = 0.3
+"""Seconds that the agent's tools take between two turns."""
+_AGAIN = 0.01  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,24 +23,28 @@ class Played:
     """One turn, played one way.
 
     Attributes:
-        counts: what P counted in it.
+        counts: what P counted from the request to the end of the return, if there was one.
         ttft_ms: milliseconds from sending the request to the first piece of the answer.
         outcome: the router's word for what became of reuse.
+        read_back_tokens: prompt tokens that P read from D while the client waited.
+        return_ms: milliseconds that the return after the turn took, 0 without one.
     """
 
     counts: Counts
     ttft_ms: float
     outcome: str
+    read_back_tokens: int = 0
+    return_ms: float = 0.0
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that P computed."""
+        """Prompt tokens that P computed; a return adds one, since D never computed the KV of its last token."""
         return self.counts.computed
 
     @property
-    def read_back_tokens(self) -> int:
-        """Prompt tokens that P read from D."""
-        return self.counts.read
+    def returned_tokens(self) -> int:
+        """Tokens that P read from D after the turn, while nobody waited."""
+        return self.counts.read - self.read_back_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,86 +57,81 @@ class Turn:
     identical: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Player:
+    """Plays the conversation one way, and reads what it took from the nodes' and the router's counters."""
+
+    name: str
+    front: Front
+    leg: Leg
+    session: aiohttp.ClientSession
+
+    async def turn(self, number: int) -> tuple[Said, Played]:
+        """Play the next turn, and wait until its KV is back if it returns at once: so no counter shows two turns."""
+        session, front, model = self.session, self.front, self.leg.model
+        metrics = f"{front.prefill}/metrics"
+        counted = await counts(session, metrics)
+        before = await router_counts(session, front.router_metrics, model)
+        async with self._forgetting() if front.forgetful else nullcontext():
+            said = await self.leg.turn(number)
+        outcome, after = await settled(session, front.router_metrics, model, before)
+        return said, Played(
+            counts=await counts(session, metrics) - counted,
+            ttft_ms=round(said.ttft_ms, 1),
+            outcome=outcome,
+            read_back_tokens=after.read_back - before.read_back,
+            return_ms=round((after.return_seconds - before.return_seconds) * 1e3, 1),
+        )
+
+    @asynccontextmanager
+    async def _forgetting(self) -> AsyncIterator[None]:
+        """Drop P's prefix cache when an answer has begun, as other traffic would: P still had to serve the prompt.
+
+        Not later than its end, or what has come back to P would be dropped as well. P refuses while a block is in use,
+        which one is until D has read it.
+        """
+
+        async def forget() -> None:
+            await self.leg.answering.wait()
+            while not await self._dropped():  # noqa: ASYNC110 - no event tells when it can be
+                await asyncio.sleep(_AGAIN)
+
+        self.leg.answering.clear()
+        task = asyncio.create_task(forget())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _dropped(self) -> bool:
+        async with self.session.post(f"{self.front.prefill}/reset_prefix_cache") as response:
+            response.raise_for_status()
+            return bool((await response.json())["success"])
+
+
 async def play(stack: Stack, script: Script) -> AsyncIterator[Turn]:
     """Play the conversation in all ways in step, and tell each turn when it is done."""
-    gateway = openai.AsyncOpenAI(base_url=stack.gateway, api_key="demo", max_retries=0)
-    single = openai.AsyncOpenAI(base_url=stack.oracle, api_key="demo", max_retries=0)
-    # The salt keeps the ways apart in the nodes' prefix caches, so that none of them gains from another.
-    legs = {way: Leg(gateway, way.model, script, {"cache_salt": way.name}) for way in WAYS}
-    oracle = Leg(single, WAYS[0].model, script)
-    async with gateway, single, aiohttp.ClientSession() as session:
+    async with AsyncExitStack() as clients:
+        session = await clients.enter_async_context(aiohttp.ClientSession())
+
+        async def leg(url: str, model: str, **extra: str) -> Leg:
+            client = openai.AsyncOpenAI(base_url=url, api_key="demo", max_retries=0)
+            return Leg(await clients.enter_async_context(client), model, script, extra)
+
+        # The salt keeps the ways apart in the nodes' prefix caches, so that none of them gains from another.
+        players = [
+            _Player(way.name, front, await leg(front.gateway, way.model, cache_salt=way.name), session)
+            for way, front in ((way, stack.fronts[way.name]) for way in WAYS)
+        ]
+        oracle = await leg(stack.oracle, WAYS[0].model)
         for number in range(script.length):
-            said: list[Said] = []
-            ways: dict[str, Played] = {}
-            for way, leg in legs.items():
-                before = await counts(session, stack.prefill_metrics)
-                outcomes = await turns_by_outcome(session, stack.router_metrics, way.model)
-                said.append(await leg.turn(number))
-                outcome = await new_outcome(session, stack.router_metrics, way.model, outcomes)
-                counted = await counts(session, stack.prefill_metrics) - before
-                ways[way.name] = Played(counted, round(said[-1].ttft_ms, 1), outcome)
-            plain = await oracle.turn(number)
+            done = {player.name: await player.turn(number) for player in players}
+            plain, _ = await asyncio.gather(oracle.turn(number), asyncio.sleep(PAUSE))
             yield Turn(
                 turn=number + 1,
                 prompt_tokens=plain.prompt_tokens,
-                ways=ways,
-                identical=all(s.text == plain.text for s in said),
+                ways={name: played for name, (_, played) in done.items()},
+                identical=all(said.text == plain.text for said, _ in done.values()),
             )
-
-
-def summary(engine: Engine, turns: list[Turn]) -> dict[str, Any]:
-    """The result as one JSON object.
-
-    `saved.computed_tokens_ratio` is the share of prompt tokens that P did not have to compute from the second turn on;
-    `saved.ttft_ratio_last_turn` is time to first token without read-back over that with it. On real nodes, `transfers`
-    has what NIXL counted on P, by way.
-    """
-    later = turns[1:]
-    off, on = (sum(t.ways[name].computed_tokens for t in later) for name in ("off", "on"))
-    last = turns[-1].ways
-    result: dict[str, Any] = {
-        "engine": engine,
-        "identical": all(t.identical for t in turns),
-        "turns": [
-            {"turn": t.turn, "prompt_tokens": t.prompt_tokens}
-            | {name: _members(name, played) for name, played in t.ways.items()}
-            for t in turns
-        ],
-        "saved": {
-            "computed_tokens_ratio": round(1 - on / off, 4) if off else 0.0,
-            "ttft_ratio_last_turn": round(last["off"].ttft_ms / last["on"].ttft_ms, 2) if last["on"].ttft_ms else 0.0,
-        },
-    }
-    if engine != "sim":
-        result["transfers"] = {name: _transfers([t.ways[name].counts for t in turns]) for name in last}
-    return result
-
-
-def _members(name: str, played: Played) -> dict[str, Any]:
-    return {member: getattr(played, member) for member in (_MEMBERS_OFF if name == "off" else _MEMBERS)}
-
-
-def _transfers(each: list[Counts]) -> dict[str, int]:
-    total = sum(each, Counts())
-    return {"nixl_reads": total.transfers, "nixl_bytes": total.transferred_bytes, "nixl_failed": total.failed}
-
-
-def sentences(result: dict[str, Any]) -> str:
-    """The summary in words."""
-    later = result["turns"][1:]
-    off, on = (statistics.median(t[name]["ttft_ms"] for t in later) for name in ("off", "on"))
-    saved = result["saved"]
-    computed = f"From turn 2 on, the prefill node computed {saved['computed_tokens_ratio']:.0%} fewer tokens"
-    if result["engine"] != "sim":
-        reads, none = result["transfers"]["on"], result["transfers"]["off"]
-        return (
-            f"{computed}. NIXL counted {reads['nixl_reads']} reads from D there, {reads['nixl_bytes'] / 1e6:,.1f} MB, "
-            f"{reads['nixl_failed']} failed; without read-back {none['nixl_reads']}. Time to first token was "
-            f"{off:,.0f} ms without and {on:,.0f} ms with it (median), which says nothing about a GPU."
-        )
-    if on >= off:
-        return "The conversation is too short for its history to matter: time to first token did not fall."
-    return (
-        f"{computed}; time to first token fell from {off:,.0f} to {on:,.0f} ms (median), in the last turn by a factor "
-        f"of {saved['ttft_ratio_last_turn']:g}."
-    )

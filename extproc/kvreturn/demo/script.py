@@ -21,7 +21,7 @@ _FOLLOW_UP = "Good. And what of that depends on Envoy's body mode?"
 # The tools' results are real files: this package's own.
 _FILES = (
     *("core/outcome.py", "core/handle.py", "core/fingerprint.py", "core/scrub.py", "core/prefill.py", "core/sse.py"),
-    *("core/attach.py", "core/ports.py", "server/request.py", "server/response.py", "store/memory.py"),
+    *("core/attach.py", "server/request.py", "store/memory.py"),
 )
 _SMALL_FILES = ("core/outcome.py", "core/scrub.py", "core/attach.py", "core/fingerprint.py", "core/sse.py")
 

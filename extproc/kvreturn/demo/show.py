@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.text import Text
 
-from kvreturn.demo.run import Turn
+from kvreturn.demo.run import PAUSE, Turn
 from kvreturn.demo.stack import Engine
 
 _LEGENDS: dict[Engine, str] = {
@@ -21,24 +21,52 @@ _LEGENDS: dict[Engine, str] = {
 }
 _LEGEND = """
 
-[bold]off:[/] the prefill node P computes the whole history anew each turn.
-[bold]on:[/]  P reads back from the decode node D what D holds of it.
-Each turn is played off, on, and on a plain node: all answers must be equal."""
+[bold]off:[/]   the prefill node P computes the whole history anew each turn.
+[bold]lazy:[/]  P reads back from the decode node D what D holds; the client waits.
+[bold]eager:[/] P reads it back right after the turn, into its prefix cache, while the
+       agent's tools run ({pause:g} s in every way): before the client asks again.
+{cache}
+Each turn is played in all three ways, and on a plain node, P and D in one: all
+answers must be equal."""
+_CACHES = {
+    False: """\
+In each turn P loses its KV of the conversation, as if other traffic took the
+room. Off and lazy have a P without prefix cache. Eager needs one, so it has a
+P of its own; its cache is dropped while D generates, and then all comes back.""",
+    True: """\
+All have one P, with a prefix cache that nobody else uses: it keeps the prompts
+by itself, and only what D generated is left to read back.""",
+}
 _NODES: dict[Engine, str] = {
     "sim": "simulated nodes and timing",
     "vllm-cpu": "real vLLM on the CPU, tiny random model",
 }
+_CURVES = (
+    ("off", "#b35900", "P computes the history again"),
+    ("lazy", "#00687a", "P reads it back from D, the client waits"),
+    ("eager", "#5b3a8c", "P has it back before the client asks"),
+)
 _LONG = 3.0  # seconds
 
-# Rows stay below 80 columns with the longest outcome, and come one by one: so they can be read in any terminal, and in
-# the log of a CI run as well. Each group's title stands over its two columns.
-_GROUPS = f"{'':14}{' computed by P ':─^17}{'read back':>11}  {' TTFT, ms ':─^14}"
-_NAMES = f"{'turn':>5}{'prompt':>9}{'off':>8}{'on':>9}{'from D':>11}{'off':>9}{'on':>7}  outcome"
+# Rows stay below 80 columns and come one by one: so they can be read in any terminal, and in the log of a CI run as
+# well. Each group's title stands over its columns.
+_GROUPS = f"{'':11} {' computed by P ':─^20} {' TTFT, ms ':─^18} {' read back ':─^13}"
+_NAMES = (
+    f"{'turn':>4}{'prompt':>7}{'off':>7}{'lazy':>7}{'eager':>7}{'off':>7}{'lazy':>6}{'eager':>6}{'lazy':>7}{'eager':>7}"
+    "  outcome"
+)
+_OUTCOME = 12  # columns that are left for it
 
 
-def legend(engine: Engine, rate: float) -> str:
-    """What is real and what is not, and what the columns mean. `rate`: of the simulated P, in tokens/s."""
-    return _LEGENDS[engine].format(rate=rate) + _LEGEND
+def legend(engine: Engine, rate: float, *, all_cached: bool) -> str:
+    """What is real and what is not, and what the columns mean.
+
+    Args:
+        engine: what the nodes are.
+        rate: of the simulated P, in tokens/s.
+        all_cached: whether all ways are played on a P with a prefix cache.
+    """
+    return _LEGENDS[engine].format(rate=rate) + _LEGEND.format(pause=PAUSE, cache=_CACHES[all_cached])
 
 
 class Starting:
@@ -111,20 +139,24 @@ class TurnTable:
 
     def add(self, turn: Turn) -> None:
         """Show one more turn."""
-        off, on = turn.ways["off"], turn.ways["on"]
+        off, lazy, eager = (turn.ways[name] for name in ("off", "lazy", "eager"))
         row = Text(
-            f"{turn.turn:>5}{turn.prompt_tokens:>9,}{off.computed_tokens:>8,}{on.computed_tokens:>9,}"
-            f"{on.read_back_tokens:>11,}{off.ttft_ms:>9,.0f}{on.ttft_ms:>7,.0f}  {on.outcome}"
+            f"{turn.turn:>4}{turn.prompt_tokens:>7,}"
+            f"{off.computed_tokens:>7,}{lazy.computed_tokens:>7,}{eager.computed_tokens:>7,}"
+            f"{off.ttft_ms:>7,.0f}{lazy.ttft_ms:>6,.0f}{eager.ttft_ms:>6,.0f}"
+            f"{lazy.read_back_tokens:>7,}{eager.returned_tokens:>7,}"
         )
+        outcome = lazy.outcome if lazy.outcome == eager.outcome else f"lazy {lazy.outcome}, eager {eager.outcome}"
+        row.append("  " if len(outcome) <= _OUTCOME else "\n      ").append(outcome)
         if not turn.identical:
-            row.append("  ANSWERS DIFFER", style="bold red")
+            row.append("\n      ANSWERS DIFFER", style="bold red")
         self._line(row)
         self._shown += 1
         self._announce()
 
     def _announce(self) -> None:
         if self._shown < self._total:
-            self._status.update(f"turn {self._shown + 1} of {self._total}: off, on, and on a plain node")
+            self._status.update(f"turn {self._shown + 1} of {self._total}: off, lazy, eager, and on a plain node")
         else:
             self._status.stop()
 
@@ -133,7 +165,7 @@ class TurnTable:
 
 
 def plot(turns: Sequence[Turn], path: Path, engine: Engine) -> None:
-    """Time to first token over prompt length, off and on, as a picture."""
+    """Time to first token over prompt length, each way a curve, as a picture."""
     import matplotlib as mpl  # noqa: PLC0415 - takes half a second, and only --plot needs it
 
     mpl.use("Agg")
@@ -141,14 +173,8 @@ def plot(turns: Sequence[Turn], path: Path, engine: Engine) -> None:
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     prompts = [t.prompt_tokens for t in turns]
-    axes.plot(
-        prompts,
-        [t.ways["off"].ttft_ms for t in turns],
-        "o-",
-        color="#b35900",
-        label="off: P computes the history again",
-    )
-    axes.plot(prompts, [t.ways["on"].ttft_ms for t in turns], "o-", color="#00687a", label="on: P reads it back from D")
+    for name, color, label in _CURVES:
+        axes.plot(prompts, [t.ways[name].ttft_ms for t in turns], "o-", color=color, label=f"{name}: {label}")
     axes.set_xlabel("prompt tokens")
     axes.set_ylabel("time to first token, ms")
     axes.set_ylim(bottom=0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import random
 import socket
 import sys
@@ -35,10 +36,12 @@ class Way:
     Attributes:
         name: what table and JSON call it.
         settings: of the router, for the way's model.
+        cached: whether it needs a prefill node with a prefix cache.
     """
 
     name: str
-    settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    settings: Mapping[str, str] = field(hash=False)
+    cached: bool = False
 
     @property
     def model(self) -> str:
@@ -46,7 +49,40 @@ class Way:
         return f"demo-{self.name}"
 
 
-WAYS = (Way("off", {"proof": "off"}), Way("on"))
+WAYS = (Way("off", {"proof": "off"}), Way("lazy", {"return": "lazy"}), Way("eager", {"return": "eager"}, cached=True))
+
+
+def by_cache(*, all_cached: bool) -> dict[bool, list[Way]]:
+    """The ways by prefill node: on one without a prefix cache (False) and one with it (True).
+
+    Nobody else is on the nodes, so a prefix cache alone would keep nearly all of the conversation. Where traffic is
+    dense, others push it out before the next turn: so the ways are shown on a P without. Only what goes back at once
+    needs a prefix cache to go to; that one is dropped in every turn, while D generates.
+
+    Args:
+        all_cached: put all ways on one prefill node with a prefix cache.
+    """
+    groups: dict[bool, list[Way]] = {}
+    for way in WAYS:
+        groups.setdefault(way.cached or all_cached, []).append(way)
+    return groups
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Router and Envoy before a prefill node of their own and the decode node that all share.
+
+    Attributes:
+        gateway: base URL of the OpenAI API behind Envoy.
+        prefill: base URL of P's server.
+        router_metrics: URL of the router's metrics.
+        forgetful: whether P's prefix cache is to be dropped while D generates.
+    """
+
+    gateway: str
+    prefill: str
+    router_metrics: str
+    forgetful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +90,13 @@ class Stack:
     """Where things are.
 
     Attributes:
-        gateway: base URL of the OpenAI API behind Envoy.
+        fronts: by the name of each way to play the conversation.
         oracle: base URL of the plain single node.
-        prefill_metrics: URL of P's metrics.
-        router_metrics: URL of the router's metrics.
         children: the processes, all of which have to live.
     """
 
-    gateway: str
+    fronts: Mapping[str, Front]
     oracle: str
-    prefill_metrics: str
-    router_metrics: str
     children: Sequence[Child] = ()
 
     async def while_alive(self, work: Coroutine[Any, Any, None]) -> None:
@@ -91,7 +123,7 @@ class SimOptions:
     Attributes:
         template: chat template.
         tokenizer: `exact` or `blurry`.
-        prefill_cache: whether P has a prefix cache.
+        prefill_cache: whether all ways are played on a P with a prefix cache.
         prefill_rate: prompt tokens per second.
         decode_rate: tokens per second of a stream.
     """
@@ -123,7 +155,7 @@ def free_addresses(count: int) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def simulated(options: SimOptions, sink: Sink, progress: Callable[[str], None]) -> AsyncIterator[Stack]:
-    """P, D and a single node, all simulated, with router and Envoy in front of P and D.
+    """Prefill nodes, D and a single node, all simulated, with routers and Envoys in front of all but the last.
 
     Args:
         options: how the nodes behave.
@@ -133,25 +165,37 @@ async def simulated(options: SimOptions, sink: Sink, progress: Callable[[str], N
     Raises:
         ProcessError: one of them did not start.
     """
-    p, d, single = free_addresses(3)
+    groups = by_cache(all_cached=options.prefill_cache)
+    *prefills, d, single = free_addresses(len(groups) + 2)
     common = ["--template", options.template, "--tokenizer", options.tokenizer]
     for way in WAYS:
         common += ["--model", way.model]
     rates = ["--prefill-rate", str(options.prefill_rate), "--decode-rate", str(options.decode_rate)]
     at_once = ["--prefill-rate", "0", "--decode-rate", "0"]  # only the oracle's words are of interest
-    cache = "--prefix-caching" if options.prefill_cache else "--no-prefix-caching"
+    uncached = "--no-prefix-caching"
+
+    def node(name: str, role: str, address: str, *arguments: str) -> Child:
+        return _kvreturn(name, sink, ["sim", role, "--listen", address, *arguments, *common])
+
     nodes = {
-        p: _kvreturn("prefill node", sink, ["sim", "prefill", "--listen", p, cache, *rates, *common]),
-        d: _kvreturn("decode node", sink, ["sim", "decode", "--listen", d, *rates, *common]),
-        single: _kvreturn(
-            "plain node", sink, ["sim", "single", "--listen", single, "--no-prefix-caching", *at_once, *common]
-        ),
+        d: node("decode node", "decode", d, *rates),
+        single: node("plain node", "single", single, uncached, *at_once),
     }
+    for p, cached in zip(prefills, groups, strict=True):
+        cache = "--prefix-caching" if cached else uncached
+        nodes[p] = node(prefill_name(cached=cached), "prefill", p, cache, *rates)
     async with contextlib.AsyncExitStack() as stack:
         progress("simulated nodes")
         await start(stack, {child: [health(address)] for address, child in nodes.items()})
         progress("router and Envoy")
-        yield await front(stack, sink, nodes)
+        by_node = dict(zip(prefills, groups.values(), strict=True))
+        fronts, children = await before_nodes(stack, sink, by_node, d)
+        yield Stack(fronts, f"http://{single}/v1", [*nodes.values(), *children])
+
+
+def prefill_name(*, cached: bool) -> str:
+    """What logs call a prefill node."""
+    return "prefill node with a prefix cache" if cached else "prefill node"
 
 
 def health(address: str) -> str:
@@ -159,39 +203,50 @@ def health(address: str) -> str:
     return f"http://{address}/health"
 
 
-async def front(stack: contextlib.AsyncExitStack, sink: Sink, nodes: Mapping[str, Child]) -> Stack:
-    """Start router and Envoy before P and D, as `kvreturn up` does.
+async def before_nodes(
+    stack: contextlib.AsyncExitStack, sink: Sink, prefills: Mapping[str, Sequence[Way]], decode: str
+) -> tuple[dict[str, Front], list[Child]]:
+    """Start router and Envoy before each prefill node and D, as `kvreturn up` does.
 
     Args:
         stack: stops them.
         sink: takes their logs.
-        nodes: P, D and the plain node, in this order, by address.
+        prefills: the ways that are played on each prefill node, by its address.
+        decode: D's address.
+
+    Returns:
+        The fronts by the names of the ways, and their processes.
 
     Raises:
         ProcessError: they did not start.
     """
-    prefill, decode, single = nodes
-    listen, admin, client, loopback, envoy_admin = free_addresses(5)
-    settings = {
-        "listen": listen,
-        "admin": admin,
-        "pools": {"prefill": [prefill], "decode": [decode]},
-        "models": {way.model: dict(way.settings) for way in WAYS},
-        "envoy": {"listen": client, "prefill_listen": loopback, "admin": envoy_admin},
-        "drain_timeout": 2,
-    }
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvreturn-demo-"))
-    path = Path(folder) / "kvreturn.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    up = _kvreturn("up", sink, ["up", "--config", str(path)])
-    await start(stack, {up: [f"http://{admin}/healthz", f"http://{client}/health"]})
-    return Stack(
-        gateway=f"http://{client}/v1",
-        oracle=f"http://{single}/v1",
-        prefill_metrics=f"http://{prefill}/metrics",
-        router_metrics=f"http://{admin}/metrics",
-        children=[*nodes.values(), up],
-    )
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvreturn-demo-")))
+    fronts: dict[str, Front] = {}
+    probes: dict[Child, list[str]] = {}
+    addresses = iter(free_addresses(5 * len(prefills)))
+    for number, (prefill, ways) in enumerate(prefills.items()):
+        listen, admin, client, loopback, envoy_admin = itertools.islice(addresses, 5)
+        settings = {
+            "listen": listen,
+            "admin": admin,
+            "pools": {"prefill": [prefill], "decode": [decode]},
+            "models": {way.model: dict(way.settings) for way in ways},
+            "envoy": {"listen": client, "prefill_listen": loopback, "admin": envoy_admin},
+            "drain_timeout": 2,
+        }
+        path = folder / f"kvreturn-{number}.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        up = _kvreturn("up", sink, ["up", "--config", str(path)])
+        probes[up] = [f"http://{admin}/healthz", f"http://{client}/health"]
+        front = Front(
+            gateway=f"http://{client}/v1",
+            prefill=f"http://{prefill}",
+            router_metrics=f"http://{admin}/metrics",
+            forgetful=all(way.cached for way in ways),
+        )
+        fronts |= {way.name: front for way in ways}
+    await start(stack, probes)
+    return fronts, list(probes)
 
 
 def _kvreturn(name: str, sink: Sink, arguments: Sequence[str]) -> Child:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from kvreturn.core.address import split_address
 from kvreturn.envoy.process import Child, ProcessError, Sink
 
+Role = Literal["prefill", "decode", "single"]
 PYTHON_ENV = "KVRETURN_ENGINE_PYTHON"
 _DEFAULT_PYTHON = Path(".venv-engine/bin/python")
 _STOP_WITHIN = 5.0  # seconds
@@ -90,7 +91,7 @@ class VllmNode:
     address: str
     side: str
     model: Path
-    role: Literal["prefill", "decode", "single"]
+    role: Role
     connector: Literal["kvreturn", "stock"] = "kvreturn"
     extra: dict[str, Any] = field(default_factory=lambda: {"bidirectional_kv_xfer": True})
     arguments: Sequence[str] = ()
@@ -137,6 +138,7 @@ class VllmNode:
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for `/reset_prefix_cache`; the server listens on loopback only
             "DO_NOT_TRACK": "1",
             "PYTHONHASHSEED": "0",
             "KVRETURN_CALM_IDLE": "1",

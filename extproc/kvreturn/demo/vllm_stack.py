@@ -6,16 +6,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import openai
-
-from kvreturn.demo.leg import Leg
+from kvreturn.demo.run import play
 from kvreturn.demo.script import Script
-from kvreturn.demo.stack import WAYS, Stack, free_addresses, front, health, start
-from kvreturn.demo.vllm_node import VllmNode, make_model
+from kvreturn.demo.stack import WAYS, Stack, before_nodes, by_cache, free_addresses, health, prefill_name, start
+from kvreturn.demo.vllm_node import Role, VllmNode, make_model
 from kvreturn.envoy.process import Sink
 
-_READY_WITHIN = 600.0  # seconds; about 40 on two quiet cores
-_UNCACHED = ("--no-enable-prefix-caching",)
+_READY_WITHIN = 600.0  # seconds; 122 on two busy cores
 _WARM_UP = Script(
     opening=[{"role": "user", "content": "Return the name of the file object that was opened. " * 20}],
     turns=[["And now the next one."]],
@@ -31,7 +28,7 @@ class VllmOptions:
     Attributes:
         python: the Python that vLLM is installed in.
         free_words: whether the model may say what does not encode back to the tokens that it generated.
-        prefill_cache: whether P has a prefix cache.
+        prefill_cache: whether all ways are played on a P with a prefix cache.
     """
 
     python: Path
@@ -41,9 +38,9 @@ class VllmOptions:
 
 @contextlib.asynccontextmanager
 async def on_vllm(options: VllmOptions, sink: Sink, progress: Callable[[str], None]) -> AsyncIterator[Stack]:
-    """P, D and a plain node of real vLLM with a tiny model, and router and Envoy in front of P and D.
+    """Prefill nodes, D and a plain node of real vLLM with a tiny model; routers and Envoys before all but the last.
 
-    All ways to play the conversation share the nodes, since each start takes half a minute: they differ in
+    Ways to play the conversation share nodes where they can, since each takes memory and time to start: they differ in
     `cache_salt`, which is part of vLLM's block hashes, so that no cached block serves two of them.
 
     Args:
@@ -58,28 +55,33 @@ async def on_vllm(options: VllmOptions, sink: Sink, progress: Callable[[str], No
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvreturn-model-")))
         progress("a tiny model with random weights")
         await make_model(options.python, folder, sink, free=options.free_words)
-        p, d, single, *sides = free_addresses(6)
+        groups = by_cache(all_cached=options.prefill_cache)
+        count = len(groups) + 2
+        addresses = free_addresses(2 * count)
+        places = iter(zip(addresses[:count], addresses[count:], strict=True))
         served = [way.model for way in WAYS]
-        cache = () if options.prefill_cache else _UNCACHED
-        nodes = [
-            VllmNode("prefill node", p, sides[0], folder, "prefill", served=served, arguments=cache),
-            VllmNode("decode node", d, sides[1], folder, "decode", served=served),
-            VllmNode("plain node", single, sides[2], folder, "single", served=served, arguments=_UNCACHED),
-        ]
-        children = {node.address: node.child(options.python, sink) for node in nodes}
-        progress("three vLLM nodes")
-        await start(stack, {child: [health(address)] for address, child in children.items()}, _READY_WITHIN)
+
+        def node(name: str, role: Role, *, cached: bool) -> VllmNode:
+            address, side = next(places)
+            arguments = () if cached else ("--no-enable-prefix-caching",)
+            return VllmNode(name, address, side, folder, role, served=served, arguments=arguments)
+
+        prefills = [node(prefill_name(cached=cached), "prefill", cached=cached) for cached in groups]
+        decode = node("decode node", "decode", cached=True)
+        plain = node("plain node", "single", cached=False)
+        nodes = {n.child(options.python, sink): n.address for n in (*prefills, decode, plain)}
+        progress(f"{count} vLLM nodes")
+        await start(stack, {child: [health(address)] for child, address in nodes.items()}, _READY_WITHIN)
         progress("router and Envoy")
-        there = await front(stack, sink, children)
+        by_node = dict(zip((p.address for p in prefills), groups.values(), strict=True))
+        fronts, children = await before_nodes(stack, sink, by_node, decode.address)
+        there = Stack(fronts, f"http://{plain.address}/v1", [*nodes, *children])
         progress("the first requests (NIXL's handshakes)")
         await there.while_alive(_warm_up(there))
         yield there
 
 
 async def _warm_up(there: Stack) -> None:
-    """Two turns and one plain answer before anything is timed: the first of each kind takes seconds."""
-    for url, turns in ((there.gateway, 2), (there.oracle, 1)):
-        async with openai.AsyncOpenAI(base_url=url, api_key="demo", max_retries=0) as client:
-            leg = Leg(client, WAYS[-1].model, _WARM_UP)
-            for number in range(turns):
-                await leg.turn(number)
+    """Two turns in each way before anything is timed: the first request of each kind takes seconds."""
+    async for _ in play(there, _WARM_UP):
+        pass

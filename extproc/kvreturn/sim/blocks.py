@@ -123,6 +123,18 @@ class BlockPool:
                 self._block_of[hashes[i]] = blocks[i]
                 self._hash_of[blocks[i]] = hashes[i]
 
+    def forget(self) -> bool:
+        """Drop the whole prefix cache; as in vLLM, only while no block is in use.
+
+        Returns:
+            Whether that was done.
+        """
+        if self.used:
+            return False
+        self._hash_of.clear()
+        self._block_of.clear()
+        return True
+
     # --- content ---
 
     def read(self, blocks: Sequence[int], end: int) -> "array[int]":  # arrays take no parameters before Python 3.12

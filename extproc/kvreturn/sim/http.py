@@ -47,6 +47,7 @@ def application() -> web.Application:
             web.get("/health", _health),
             web.get("/version", _version),
             web.get("/metrics", _metrics),
+            web.post("/reset_prefix_cache", _reset_prefix_cache),
         ]
     )
     return app
@@ -105,6 +106,11 @@ async def _detokenize(request: web.Request) -> web.Response:
         return serving.json_response({"prompt": decode(body.tokens)})
     except ValueError as error:
         raise ApiError(str(error), param="tokens") from error
+
+
+async def _reset_prefix_cache(request: web.Request) -> web.Response:
+    """Real nodes have this in vLLM's development mode only."""
+    return serving.json_response({"success": request.app[NODE].engine.pool.forget()})
 
 
 async def _models(request: web.Request) -> web.Response:

@@ -1,10 +1,11 @@
 """The demo on real vLLM, as far as it goes without vLLM: what is counted, what is said, and how it fails."""
 
 import asyncio
+import contextlib
 import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from aiohttp import web
 from rich.console import Console
 
 import kvreturn.demo.stack
-from kvreturn.demo.counters import Counts, counts
-from kvreturn.demo.run import Played, Turn, sentences, summary
+from kvreturn.demo.counters import Counts, RouterCounts, counts, router_counts, settled
+from kvreturn.demo.result import sentences, summary
+from kvreturn.demo.run import Played, Turn
 from kvreturn.demo.show import Starting
-from kvreturn.demo.stack import Stack
+from kvreturn.demo.stack import Stack, by_cache
 from kvreturn.demo.vllm_node import EngineMissingError, engine_python
 from kvreturn.envoy.process import Child, ProcessError
 from support.demo import Ran, run
@@ -37,24 +39,48 @@ vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_co
 vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="local_cache_hit"} 0.0
 vllm:prompt_tokens_by_source_total{engine="0",model_name="tiny",source="external_kv_transfer"} 1059.0
 """
+# 1, 2, 3: tokens of the prompt; off, lazy, eager: what each took. An eager turn's counts hold its return's.
 TURNS = [
     Turn(
-        number,
-        prompt,
-        {"off": Played(Counts(prompt), off, "disabled"), "on": Played(counted, on, outcome)},
+        1,
+        100,
+        {
+            "off": Played(Counts(100), 9.0, "disabled"),
+            "lazy": Played(Counts(100), 9.0, "first_turn"),
+            "eager": Played(Counts(101, 120, 1, 524_288), 9.0, "first_turn", return_ms=70.0),
+        },
         identical=True,
-    )
-    for number, prompt, off, counted, on, outcome in (
-        (1, 100, 9.0, Counts(100), 9.0, "first_turn"),
-        (2, 300, 30.0, Counts(180, 120, 1, 524_288), 20.0, "hit"),
-        (3, 500, 50.0, Counts(180, 320, 1, 1_310_720), 40.0, "hit"),
-    )
+    ),
+    Turn(
+        2,
+        300,
+        {
+            "off": Played(Counts(300), 30.0, "disabled"),
+            "lazy": Played(Counts(180, 120, 1, 524_288), 20.0, "hit", 120),
+            "eager": Played(Counts(181, 320, 1, 1_310_720), 10.0, "hit", return_ms=90.0),
+        },
+        identical=True,
+    ),
+    Turn(
+        3,
+        500,
+        {
+            "off": Played(Counts(500), 50.0, "disabled"),
+            "lazy": Played(Counts(180, 320, 1, 1_310_720), 40.0, "hit", 320),
+            "eager": Played(Counts(199, 524, 1, 2_097_152), 20.0, "hit", 4, return_ms=80.0),
+        },
+        identical=True,
+    ),
 ]
 
 
-async def test_counts_of_a_real_node() -> None:
+@contextlib.asynccontextmanager
+async def metrics_of(*texts: str) -> AsyncIterator[str]:
+    """URL of a server that answers with these texts, one after the other, and then with the last one."""
+    left = list(texts)
+
     async def metrics(_: web.Request) -> web.Response:
-        return web.Response(text=METRICS)
+        return web.Response(text=left.pop(0) if len(left) > 1 else left[0])
 
     app = web.Application()
     app.router.add_get("/metrics", metrics)
@@ -62,22 +88,77 @@ async def test_counts_of_a_real_node() -> None:
     await runner.setup()
     host, port = unused_address().split(":")
     await web.TCPSite(runner, host, int(port)).start()
-    async with aiohttp.ClientSession() as session:
-        now = await counts(session, f"http://{host}:{port}/metrics")
+    yield f"http://{host}:{port}/metrics"
     await runner.cleanup()
+
+
+async def test_counts_of_a_real_node() -> None:
+    async with metrics_of(METRICS) as url, aiohttp.ClientSession() as session:
+        now = await counts(session, url)
     assert now == Counts(computed=1006, read=1059, transfers=1, transferred_bytes=34 * 131_072, failed=0)
     assert now - Counts(computed=1000) == Counts(6, 1059, 1, 4_456_448)
+
+
+async def test_a_turn_is_over_when_it_is_counted_and_its_return_has_ended() -> None:
+    first = """\
+kvreturn_turns_total{api="chat",model="a",outcome="first_turn"} 1.0
+kvreturn_turns_total{api="chat",model="b",outcome="hit"} 7.0
+kvreturn_return_choices_total{choice="eager",why="fixed"} 1.0
+kvreturn_returns_total{result="returned"} 1.0
+kvreturn_return_duration_seconds_sum 0.25
+kvreturn_read_back_tokens_total 30.0
+"""
+    chosen = first.replace('choice="eager",why="fixed"} 1.0', 'choice="eager",why="fixed"} 2.0')
+    counted = chosen + 'kvreturn_turns_total{api="chat",model="a",outcome="evicted"} 1.0\n'
+    ended = counted + 'kvreturn_returns_total{result="timeout"} 1.0\n'
+    async with metrics_of(first, chosen, counted, ended) as url, aiohttp.ClientSession() as session:
+        before = await router_counts(session, url, "a")
+        outcome, after = await settled(session, url, "a", before)
+    assert before == RouterCounts({"first_turn": 1.0}, read_back=30, begun=1, ended=1, return_seconds=0.25)
+    assert (outcome, after.begun, after.ended) == ("evicted", 2, 2)
+
+
+def test_only_what_goes_back_at_once_has_a_prefix_cache_unless_all_have() -> None:
+    names = {cached: [way.name for way in ways] for cached, ways in by_cache(all_cached=False).items()}
+    assert names == {False: ["off", "lazy"], True: ["eager"]}
+    assert {cached: len(ways) for cached, ways in by_cache(all_cached=True).items()} == {True: 3}
+
+
+def test_the_result_has_what_each_way_saved_against_off() -> None:
+    result = summary("sim", TURNS)
+    assert result["saved"] == {
+        "computed_tokens_ratio": 0.55,  # 360 for 800
+        "ttft_ratio_last_turn": 1.25,
+        "eager_computed_tokens_ratio": 0.525,  # 380 for 800
+        "eager_ttft_ratio_last_turn": 2.5,
+    }
+    assert result["turns"][2]["eager"] == {
+        "computed_tokens": 199,
+        "read_back_tokens": 4,
+        "returned_tokens": 520,
+        "ttft_ms": 20.0,
+        "return_ms": 80.0,
+        "outcome": "hit",
+    }
+    lazy, eager = sentences(result).splitlines()
+    assert lazy == (
+        "Lazy: from turn 2 on, P computed 55% fewer tokens; time to first token fell from 40 to 30 ms (median), in the "
+        "last turn by a factor of 1.25. P read 440 tokens from D while the client waited."
+    )
+    assert "P read 4 tokens while the client waited, and 960 behind it; the slowest return took 90 ms." in eager
 
 
 def test_the_result_has_nixls_counts_on_real_nodes_only() -> None:
     result = summary("vllm-cpu", TURNS)
     assert result["transfers"] == {
         "off": {"nixl_reads": 0, "nixl_bytes": 0, "nixl_failed": 0},
-        "on": {"nixl_reads": 2, "nixl_bytes": 1_835_008, "nixl_failed": 0},
+        "lazy": {"nixl_reads": 2, "nixl_bytes": 1_835_008, "nixl_failed": 0},
+        "eager": {"nixl_reads": 3, "nixl_bytes": 3_932_160, "nixl_failed": 0},
     }
-    said = sentences(result)
-    assert "computed 55% fewer tokens. NIXL counted 2 reads from D there, 1.8 MB, 0 failed" in said  # 360 for 800
-    assert "Time to first token was 40 ms without and 30 ms with it (median), which says nothing about a GPU." in said
+    lazy, eager = sentences(result).splitlines()
+    assert "first token was 30 ms instead of 40 (median), which says nothing about a GPU. P read 440 tokens" in lazy
+    assert "(NIXL: 2 reads, 1.8 MB, 0 failed)" in lazy
+    assert "(NIXL: 3 reads, 3.9 MB, 0 failed)" in eager
     assert "transfers" not in summary("sim", TURNS)
 
 
@@ -175,7 +256,7 @@ async def go_on() -> None:
 async def test_a_node_that_dies_ends_the_demo_and_is_named(work: Callable[[], Any]) -> None:
     node = Child("decode node", [sys.executable, "-c", "import time; time.sleep(0.3); exit('why')"], lambda *_: None)
     await node.start()
-    stack = Stack("", "", "", "", [node])
+    stack = Stack({}, "", [node])
     with pytest.raises(ProcessError, match="decode node exited with code 1; its last lines:\n  why"):
         await stack.while_alive(work())
 
@@ -183,4 +264,4 @@ async def test_a_node_that_dies_ends_the_demo_and_is_named(work: Callable[[], An
 async def test_a_failure_with_all_nodes_alive_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvreturn.demo.stack, "_DYING", 0.1)
     with pytest.raises(TimeoutError, match="nobody answers"):
-        await Stack("", "", "", "").while_alive(fail_at_once())
+        await Stack({}, "").while_alive(fail_at_once())

@@ -120,6 +120,19 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     assert pool.lookup(known) == []
 
 
+def test_the_prefix_cache_is_dropped_when_no_block_is_in_use() -> None:
+    pool = BlockPool(6, 4, prefix_caching=True)
+    known = hashes(list(range(8)))
+    blocks = pool.allocate((), 2)
+    assert blocks is not None
+    pool.cache(blocks, known, 0, 2)
+    assert not pool.forget()
+    pool.release(blocks)
+    assert pool.lookup(known) == blocks
+    assert pool.forget()
+    assert (pool.lookup(known), pool.cached, pool.free) == ([], 0, 5)
+
+
 def test_freed_blocks_keep_their_content_until_they_are_written_again() -> None:
     pool = BlockPool(4, 4, prefix_caching=False)
     pool.allocate((), 2)

@@ -247,6 +247,17 @@ async def test_models_version_and_health(cluster: Make) -> None:
     assert answer["model"] == "lora"
 
 
+async def test_the_prefix_cache_can_be_reset_while_nothing_runs(cluster: Make) -> None:
+    c = await cluster()
+    for _ in range(2):
+        await c.post(c.d, CHAT, {"messages": MESSAGES, "max_tokens": 5})
+    found = c.d.stats.local_tokens
+    assert found > 0
+    assert await c.post(c.d, "/reset_prefix_cache", {}) == (200, {"success": True})
+    await c.post(c.d, CHAT, {"messages": MESSAGES, "max_tokens": 5})
+    assert c.d.stats.local_tokens == found
+
+
 def values(metrics: str) -> dict[str, float]:
     """As a scraper sees it: name, and source where there is one."""
     out = {}
