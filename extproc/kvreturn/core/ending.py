@@ -28,29 +28,32 @@ def leave(turn: "Turn", capture: Capture, decode_node: str | None) -> Put | None
     """
     assert turn.prompt
     assert turn.trail
-    node, strict = decode_node or turn.decode_node, turn.policy.strict
+    node = decode_node or turn.decode_node
+    handle = _handle(capture, node)
     reason = Outcome.NO_HANDLE_FROM_DECODE
     if turn.prompt.choices > 1:
-        reason = Outcome.MULTIPLE_CHOICES
-        if capture.handle:  # a stock D has pinned the blocks of some choice for it
-            turn.spare.append(Record(turn.policy.ttl, capture.handle, None, node, turn.prefill_node))
-    elif capture.handle:
-        try:
-            handle = read_handle(capture.handle, split_address(node)[0] if node else None)
-        except HandleError:
-            handle = None
-        if handle:
-            whole = turn.api.extend(turn.trail, turn.body, turn.answer, strict=strict)
-            keys = [whole.turn_key() if whole else None, None if strict else turn.trail.prompt_key()]
-            found = [k for k in dict.fromkeys(keys) if k]
-            if found:
-                turn.facts.captured = True
-                record = _record(turn, handle, node)
-                return Put(found, record, _job(turn, capture, handle, record))
-            reason = Outcome.UNPROVEN
+        reason = Outcome.MULTIPLE_CHOICES  # a stock D has pinned the blocks of some choice
+    elif handle:
+        whole = turn.api.extend(turn.trail, turn.body, turn.answer, strict=turn.policy.strict)
+        prompt = None if turn.policy.strict else turn.trail.prompt_key()
+        keys = [k for k in dict.fromkeys([whole.turn_key() if whole else None, prompt]) if k]
+        record = _record(turn, handle, node)
+        job = _job(turn, capture, handle, record)
+        if keys and (job or turn.reads_later):
+            turn.facts.captured = True
+            return Put(keys, record, job)
+        reason = Outcome.DISABLED if keys else Outcome.UNPROVEN
+    if handle:
+        turn.spare.append(_record(turn, handle, node))
     key = turn.trail.prompt_key()
-    marker = Record(turn.policy.ttl, None, reason, node, turn.prefill_node)
-    return Put([key], marker) if key else None
+    return Put([key], Record(turn.policy.ttl, None, reason, node, turn.prefill_node)) if key else None
+
+
+def _handle(capture: Capture, node: str | None) -> Handle | None:
+    try:
+        return read_handle(capture.handle, split_address(node)[0] if node else None) if capture.handle else None
+    except HandleError:
+        return None
 
 
 def _record(turn: "Turn", handle: Handle, node: str | None) -> Record:
@@ -75,6 +78,7 @@ def _job(turn: "Turn", capture: Capture, handle: Handle, record: Record) -> Job 
     return Job(
         handle=handle,
         prefill_node=turn.prefill_node,
+        engine=turn.engine,
         decode_node=record.decode_node,
         kept=ObjectText(body.without({m.name for m in body.members} - _SAME)).text,
         prompt=ids[0],
@@ -85,6 +89,7 @@ def _job(turn: "Turn", capture: Capture, handle: Handle, record: Record) -> Job 
         finish_reason=turn.answer.finish_reasons.get(0),
         gap=turn.taken.age if turn.taken.record else None,
         turns=record.turns,
+        lazy=turn.reads_later,
         mode=turn.policy.returns,
         ttl=record.ttl,
     )

@@ -18,7 +18,7 @@ from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 
 PATH = "/v1/completions"
 _NOBODYS_MODEL = "kvreturn-frees-blocks"
-_TOKENS_A = 16  # enough for P to be still at it when its first token is here and the request is closed
+_TOKENS_A = 64  # enough for P to be still at it when its first token is here and the request is closed
 _LIMITS = range(2**32 - 1)
 
 
@@ -49,6 +49,7 @@ class Job:
     Attributes:
         handle: D's.
         prefill_node: address of the P that computed the prompt, and will get the next turn.
+        engine: that P's engine id.
         decode_node: address of the D.
         kept: JSON object with the members of the request that must be the same: model, `cache_salt`.
         prompt: token ids of the prompt, a raw JSON list.
@@ -59,12 +60,14 @@ class Job:
         finish_reason: why the answer ended.
         gap: seconds between the turn before and this one, None if there was none.
         turns: how many turns of the conversation are known.
+        lazy: whether the next turn may read the blocks if they stay where they are.
         mode: the policy's: always, or by what is best.
         ttl: seconds for which the blocks can be read if they stay on D.
     """
 
     handle: Handle
     prefill_node: str
+    engine: str
     decode_node: str | None
     kept: bytes
     prompt: bytes
@@ -75,6 +78,7 @@ class Job:
     finish_reason: str | None
     gap: float | None
     turns: int
+    lazy: bool = True
     mode: Literal["eager", "auto"] = "eager"
     ttl: float = 450.0
 

@@ -66,6 +66,7 @@ class Turn:
         self.trail: Trail | None = None
         self.taken = Taken()
         self.ids = IdPlan()
+        self.engine = ""  # P's id
         self.prompt_ids: bytes | None = None  # as P has them, raw
         self.spare: list[Record] = []  # with handles that will not be used
         self._scope = scope
@@ -223,7 +224,7 @@ class Turn:
 
     def _forward(self, answer: PrefillAnswer, attached: Attached | None) -> Forward:
         assert self.prompt
-        expected, self.prefill_node = self.prefill_node, answer.node
+        expected, self.prefill_node, self.engine = self.prefill_node, answer.node, answer.engine
         self.facts.prefill = answer.usage
         if answer.node:
             self._judge.prefilled(answer.node, answer.engine, proves=answer.report is not None)
@@ -246,12 +247,21 @@ class Turn:
                 self.facts.grade()
             if attached.prompt is not None:
                 self.prompt_ids = json.dumps(attached.prompt, separators=(",", ":")).encode()
-        keep = self.policy.remembers and self.prompt.choices == 1
+        goes_back = self.policy.returns != "lazy" and (self.prompt.identifiable or self.ids.of_connector)
+        keep = self.prompt.choices == 1 and (goes_back or self.reads_later)
         params = answer.decode_params(self.prompt_ids if self.ids.to_decode else None, keep=keep)
         put = {PARAMS: params}
         if self.ids.of_decode:
             put["return_token_ids"] = b"true"
         return Forward(self.body.edit(put=put), self.decode_node)
+
+    @property
+    def reads_later(self) -> bool:
+        """Whether a next turn of this kind may read what this one leaves on D."""
+        assert self.prompt
+        if self.policy.proof == "router":
+            return self.prompt.tokenizable or self.prompt.tokens is not None
+        return self.policy.proof != "off"
 
     @property
     def tenant(self) -> bytes:

@@ -77,7 +77,7 @@ class Router:
         await asyncio.sleep(min(_NOTICE, seconds))
         await self._server.stop(seconds)
         for record in await self.world.store.abandon():
-            self.world.returns.free(record)
+            self.world.returns.free(record, {})
         await self.world.returns.drain(min(seconds, _RETURNS))
         # `stop` does not wait for handlers that called abort (grpc#37239).
         if self._service.running:

@@ -36,7 +36,7 @@ from kvreturn.server.messages import (
     read_attribute,
     read_headers,
 )
-from kvreturn.server.record import TurnRecord
+from kvreturn.server.record import CREDENTIALS, TurnRecord
 from kvreturn.server.request import LateTrailersError, Mode, RequestSide, TooLargeError, routed
 from kvreturn.server.response import ResponseSide, UnreadableEncodingError, content_decoder
 from kvreturn.server.world import World
@@ -46,7 +46,7 @@ log = logging.getLogger("kvreturn")
 _OK, _ERRORS = 200, 400
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # What the P leg takes along from the client's request: credentials for vLLM's --api-key, and the trace.
-_PREFILL_HEADERS = ("authorization", "x-api-key", "traceparent", "tracestate")
+_PREFILL_HEADERS = (*CREDENTIALS, "traceparent", "tracestate")
 
 
 class Exchange:

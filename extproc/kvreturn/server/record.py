@@ -15,6 +15,8 @@ from kvreturn.server.world import World
 from kvreturn.telemetry.tracing import headers_of
 
 log = logging.getLogger("kvreturn.turn")
+CREDENTIALS = ("authorization", "x-api-key")
+"""Headers that vLLM's `--api-key` looks at."""
 _OK = 200
 _FATES: dict[Outcome, Fate] = {
     Outcome.HIT: "used",
@@ -57,6 +59,7 @@ class TurnRecord:
         self.size = 0
         self._world = world
         self._turn = turn
+        self._credentials = {h: headers[h] for h in CREDENTIALS if h in headers}
         self.trace = world.tracing.turn(turn.api.name, headers)
         self._begun = world.clock()
         self._prefill = 0.0
@@ -96,7 +99,7 @@ class TurnRecord:
     def _free(self) -> None:
         """D need not keep what nobody will read."""
         while self._turn.spare:
-            self._world.returns.free(self._turn.spare.pop())
+            self._world.returns.free(self._turn.spare.pop(), self._credentials)
 
     def _learn(self) -> None:
         """What this prefill leg tells about those to come."""
@@ -151,8 +154,10 @@ class TurnRecord:
                 with self.trace.step("store"):
                     ticket = await self._world.put(put)
                 (metrics.captured if put.record.handle and ticket is not None else metrics.missing).inc()
-                if ticket is not None:
-                    self._turn.facts.going = self._world.returns.offer(put, ticket)
+                if ticket is None:
+                    self._world.returns.free(put.record, self._credentials)
+                else:
+                    self._turn.facts.going = self._world.returns.offer(put, ticket, self._credentials)
         if end and not self._ended:
             self._ended = True
             metrics.capture_failed.inc(capture.failed is not None)

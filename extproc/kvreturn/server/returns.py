@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Span
@@ -35,7 +35,27 @@ _FREES = 8  # at a time
 _LOOK = 0.02  # seconds between looks at a busy prefill node
 _OK = 200
 _UNUSED, _UNSEEN = 600.0, 10_000  # seconds after which nobody comes for a return any more; how many are watched
+_NOT_SENT = ("busy", "unknown_node")
+_FREED = (200, 404)  # ours answers with a report, a stock node that it has no such model
+_FORBIDDEN = (401, 403)
 _LARGE = 4096  # token ids from which on they are compared in a thread
+
+
+@dataclass(frozen=True, slots=True)
+class _Return:
+    """One return.
+
+    Attributes:
+        job: what to send.
+        record: the turn's, with the handle.
+        ticket: of the record.
+        credentials: headers that the node may want.
+    """
+
+    job: Job
+    record: Record
+    ticket: bytes
+    credentials: Mapping[str, str] = field(repr=False)
 
 
 class Returns:
@@ -71,8 +91,13 @@ class Returns:
 
     # --- what a turn leaves ---
 
-    def offer(self, put: Put, ticket: bytes) -> str | None:
+    def offer(self, put: Put, ticket: bytes, credentials: Mapping[str, str]) -> str | None:
         """A turn has ended. Its record is in the store under this ticket, and may go back at once.
+
+        Args:
+            put: the turn's.
+            ticket: of its record.
+            credentials: headers of the turn's request that vLLM's `--api-key` wants.
 
         Returns:
             What was chosen, and by which rule; None if there was nothing to choose.
@@ -90,11 +115,21 @@ class Returns:
             result = "queue_full"
         elif self._tenants[job.tenant] >= settings.per_tenant:
             result = "tenant_limit"
+        task = _Return(job, put.record, ticket, credentials)
         if result:
             self._world.metrics.returns.labels(result).inc()
+            self._spawn(self._stay(task))
             return f"lazy({result})"
-        self._spawn(self._run(job, put.record, ticket))
+        self._spawn(self._run(task))
         return f"eager({choice.why})"
+
+    async def _stay(self, task: _Return) -> None:
+        """The blocks do not go back. If the next turn may not read them either, D need not keep them."""
+        if task.job.lazy:
+            return
+        nothing = replace(task.record, handle=None, reason=Outcome.DISABLED)
+        if await self._world.replace(task.ticket, nothing):
+            self.free(task.record, task.credentials)
 
     def _choose(self, job: Job) -> Choice:
         """Whether a turn's KV is to go back at once."""
@@ -132,15 +167,19 @@ class Returns:
         if seen:
             self.chooser.learned(seen[0], seen[1], fate, self._world.clock())
 
-    async def _run(self, job: Job, record: Record, ticket: bytes) -> None:
+    async def _run(self, task: _Return) -> None:
+        job, record = task.job, task.record
         self._tenants[job.tenant] += 1
         result = "cancelled"
         span = self._world.tracing.after(record.trace, "return", {"kvreturn.tokens.held": job.handle.tokens})
         try:
             async with self._turn_of(job) as ready:
-                result = await self._send(job, record, ticket, span) if ready else "busy"
+                result = await self._send(task, span) if ready else "busy"
+            if result in _NOT_SENT:
+                await self._stay(task)
         except ReturnError as e:
             result = e.reason
+            await self._stay(task)
         finally:
             self._tenants[job.tenant] -= 1
             if not self._tenants[job.tenant]:
@@ -184,10 +223,11 @@ class Returns:
         self._paced[job.prefill_node] = begin + job.handle.tokens / rate
         return begin - now
 
-    async def _send(self, job: Job, record: Record, ticket: bytes, span: Span) -> str:
+    async def _send(self, task: _Return, span: Span) -> str:
         """Have P read back. Returns what became of it, in one word."""
         settings, world = self._settings, self._world
-        form = await self._form(job)
+        job, record, ticket = task.job, task.record, task.ticket
+        form = await self._form(task)
         if form is None:
             return "unknown_node"
         body = await asyncio.to_thread(self._body, form, job) if job.handle.tokens > _LARGE else self._body(form, job)
@@ -201,7 +241,7 @@ class Returns:
             reply = await self._ask(
                 Ask(PATH, body, prefer=job.prefill_node, only=True, first=form is Form.STREAMED),
                 settings.deadline if form is Form.SEALED else min(settings.deadline, _STOCK),
-                headers_of(span),
+                {**task.credentials, **headers_of(span)},
             )
             result = _result(form, reply, job.prefill_node)
             world.metrics.return_seconds.observe(world.clock() - begun)
@@ -213,7 +253,9 @@ class Returns:
                 await world.replace(ticket, replace(back, returned=0, reason=Outcome.RETURN_FAILED))
                 # A P that was left while it waited for room has told D nothing. And should it read after all: what it
                 # reads for a request that is over, it forgets.
-                self.free(record)
+                self.free(record, task.credentials)
+                if form is Form.STREAMED and result == "timeout":
+                    world.forms.forget(job.prefill_node)  # perhaps it is another one by now, which this form hangs
         finally:
             del self._running[ticket]
             done.set_result(None if result in {"returned", "computed"} else result)
@@ -222,19 +264,27 @@ class Returns:
     def _body(self, form: Form, job: Job) -> bytes:
         return return_body(form, job, job.tokens(), self._settings.priority)
 
-    async def _form(self, job: Job) -> Form | None:
-        forms, node = self._world.forms, job.prefill_node
+    async def _form(self, task: _Return) -> Form | None:
+        forms, job, node = self._world.forms, task.job, task.job.prefill_node
+        if forms.engine(node) != job.engine:
+            return None  # P is another one than the one that the turn went to
         if forms.form(node) is None:
-            reply = await self._ask(Ask(PATH, probe_body(job.model), prefer=node, only=True), _PROBE_SECONDS)
+            ask = Ask(PATH, probe_body(job.model), prefer=node, only=True)
+            reply = await self._ask(ask, _PROBE_SECONDS, task.credentials)
             form = read_probe(reply.status, reply.body) if reply.node == node else None
             if form:
                 forms.probed(node, form)
         return forms.form(node)
 
-    async def _ask(self, ask: Ask, seconds: float, traced: Mapping[str, str] | None = None) -> Reply:
+    async def _ask(self, ask: Ask, seconds: float, headers: Mapping[str, str]) -> Reply:
         world = self._world
-        headers = {"x-request-id": world.new_id(), **(traced or {})}
-        return await world.client.ask(replace(ask, last=True), headers, seconds)
+        reply = await world.client.ask(replace(ask, last=True), {"x-request-id": world.new_id(), **headers}, seconds)
+        if reply.status in _FORBIDDEN:
+            world.warn_once(
+                "a prefill node takes no credentials of clients' for /v1/completions: eager returns and the freeing of "
+                "blocks need that"
+            )
+        return reply
 
     # --- the next turn ---
 
@@ -251,12 +301,17 @@ class Returns:
 
     # --- blocks that nobody will read ---
 
-    def free(self, record: Record) -> None:
-        """Have D free the blocks of a handle that will not be used."""
-        if record.handle is not None and not self._closed:
-            self._spawn(self._free(record))
+    def free(self, record: Record, credentials: Mapping[str, str]) -> None:
+        """Have D free the blocks of a handle that will not be used.
 
-    async def _free(self, record: Record) -> None:
+        Args:
+            record: with the handle.
+            credentials: as for `offer`.
+        """
+        if record.handle is not None and not self._closed:
+            self._spawn(self._free(record, credentials))
+
+    async def _free(self, record: Record, credentials: Mapping[str, str]) -> None:
         world = self._world
         try:
             handle = read_handle(record.handle or b"")
@@ -265,8 +320,8 @@ class Returns:
         node = record.prefill_node or world.prefill.choose()
         form = world.forms.form(node) if node else None
         async with self._frees:
-            reply = await self._ask(Ask(PATH, free_body(form, handle), prefer=node), _FREE_SECONDS)
-        world.metrics.frees.labels("sent" if reply.status else "failed").inc()
+            reply = await self._ask(Ask(PATH, free_body(form, handle), prefer=node), _FREE_SECONDS, credentials)
+        world.metrics.frees.labels("sent" if reply.status in _FREED else "failed").inc()
 
     async def drain(self, seconds: float) -> None:
         """Let returns that are under way end, and drop the others."""

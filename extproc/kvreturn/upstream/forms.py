@@ -29,6 +29,14 @@ class Forms:
         elif self._forms.get(node) is Form.SEALED:
             del self._forms[node]
 
+    def engine(self, node: str) -> str | None:
+        """The node's engine id, as far as it is known."""
+        return self._engines.get(node)
+
+    def forget(self, node: str) -> None:
+        """What is known of the node may not be true any more."""
+        self._forms.pop(node, None)
+
     def form(self, node: str) -> Form | None:
         """What the node understands; None if that is not known yet."""
         return self._forms.get(node)

@@ -20,6 +20,7 @@ def job(handle: Json | None = None, **changes: Any) -> Job:  # noqa: ANN401 - fi
     whole = Job(
         handle=read_handle(compact(handle or HANDLE)),
         prefill_node=P1,
+        engine="51c0-p",
         decode_node=D1,
         kept=b'{"model": "m", "cache_salt": "s"}',
         prompt=compact(PROMPT),
@@ -47,7 +48,7 @@ BODIES: dict[Form, Json] = {
     Form.STREAMED: {
         "prompt": [*PROMPT, *GENERATED],
         "stream": True,
-        "max_tokens": 16,
+        "max_tokens": 64,
         "ignore_eos": True,
         "kv_transfer_params": published(do_remote_decode=True, do_remote_prefill=False),
     },

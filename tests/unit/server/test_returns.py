@@ -57,7 +57,8 @@ class Node(StubPrefill):
         self.probe_status = 200
 
     async def ask(self, ask: Ask, headers: Any, seconds: float) -> Reply:  # noqa: ANN401 - not looked at
-        del headers, seconds
+        del seconds
+        self.headers.append(headers)
         self.asks.append(ask)
         body = json.loads(ask.body)
         if ask.path == "/v1/chat/completions":
@@ -383,6 +384,83 @@ async def test_the_model_decides() -> None:
 
 
 # --- freeing, and the end ---
+
+
+async def test_what_goes_to_p_brings_the_clients_credentials() -> None:
+    """VLLM's `--api-key` holds for all of `/v1`."""
+    node = Node(own=False)
+    r = router(node, proof="off", returns={"max_tokens": 1_000})
+    request = Request(pieces=[chat("Hi")], headers={"content-type": "application/json", "authorization": "Bearer k"})
+    await play(r, request, ids=True)
+    assert [json.loads(a.body).get("prompt") == [1] for a in node.asks] == [False, True, False]  # turn, probe, return
+    assert [h["authorization"] for h in node.headers] == ["Bearer k"] * 3
+
+
+async def test_without_them_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    node = Node()
+    node.returned = lambda: Reply(P1, 401, b"{}")
+    r = router(node)
+    for i in range(2):
+        await play(r, Request(pieces=[chat(f"Conversation {i}")]))
+    assert results(r) == {"refused": 2}
+    assert caplog.text.count("takes no credentials") == 1
+
+
+async def test_a_p_that_was_replaced_since_the_turn_gets_nothing() -> None:
+    node = Node(own=False)
+    r = router(node, proof="off", returns={"concurrency": 1})
+    node.gate.clear()
+    await play(r, Request(pieces=[chat("Another conversation")]), ids=True)
+    await play(r, ids=True)  # waits for its turn
+    r.world.forms.saw(P1, "another", proves=False)
+    node.gate.set()
+    await settled()
+    assert results(r) == {"returned": 1, "unknown_node": 1}
+
+
+async def test_a_stock_p_that_hung_is_probed_before_the_next_return() -> None:
+    node = Node(own=False)
+    node.returned = lambda: Reply(P1, failure=Failure.TIMEOUT)
+    r = router(node, proof="off")
+    await play(r, ids=True)
+    assert results(r) == {"timeout": 1}
+    assert r.world.forms.form(P1) is None
+
+
+@pytest.mark.parametrize("limits", [{"max_tokens": 159}, {"prefill_load": 100, "patience": 0.01}])
+async def test_what_neither_goes_back_nor_can_be_read_is_freed(limits: dict[str, Any]) -> None:
+    node = Node(own=False)
+    r = router(node, proof="off", returns=limits)
+    r.world.prefill.started(P1, 101)
+    await play(r, ids=True)
+    await asyncio.sleep(0.03)
+    await settled()
+    assert r.handles == 0
+    assert r.metric("frees_total", result="sent") == 1
+
+
+async def test_without_ids_and_without_proof_the_handle_is_freed_at_once() -> None:
+    node = Node(own=False)
+    r = router(node, proof="off")
+    stock = {k: v for k, v in _handle().items() if k != "kvreturn"}
+    await r.play(FIRST, Response(decode_events(params=stock), node=DECODE))
+    await settled()
+    assert r.handles == 0
+    assert node.returns == []
+    assert r.metric("frees_total", result="sent") == 1
+
+
+async def test_a_handle_that_cannot_be_stored_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
+    r = router(node)
+
+    async def fails(*_: object) -> bytes:
+        raise OSError
+
+    monkeypatch.setattr(r.world.store, "put", fails)
+    await play(r)
+    assert r.metric("frees_total", result="sent") == 1
+    assert node.returns == []
 
 
 async def test_a_handle_that_cannot_be_used_is_freed() -> None:

@@ -239,7 +239,8 @@ def read_common(body: ObjectText) -> tuple[int, bool]:
     choices = max(_count(load(body, name)) for name in ("n", "best_of"))
     if load(body, "use_beam_search"):
         choices = max(choices, 2)
-    return choices, load(body, "stream") is True
+    # vLLM also takes 1, "true" and the like for a yes.
+    return choices, load(body, "stream") not in (None, False)
 
 
 def read_list(body: ObjectText, name: str, also: str = "") -> list[dict[str, Any]]:
