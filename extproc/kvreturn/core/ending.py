@@ -42,7 +42,7 @@ def leave(turn: "Turn", capture: Capture, decode_node: str | None) -> Put | None
         if handle:
             whole = turn.api.extend(turn.trail, turn.body, turn.answer, strict=strict)
             keys = [whole.turn_key() if whole else None, None if strict else turn.trail.prompt_key()]
-            found = [k for k in dict.fromkeys(keys) if k]
+            found = [k for key in dict.fromkeys(keys) if key for k in turn.trail.places(key, turn.session_key)]
             if found:
                 turn.facts.captured = True
                 record = _record(turn, handle, node)
