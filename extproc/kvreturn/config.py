@@ -178,6 +178,17 @@ class Limits(_Model):
         description="Largest response event that is parsed. A larger one is passed on as it comes, without its handle.",
     )
     response_bytes: Count = Field(16 << 20, description="As `event_bytes`, for a JSON response body.")
+    header_bytes: Annotated[int, Field(ge=1024, le=8 << 20)] = Field(
+        56 << 10, description="Largest request headers, names and values together; beyond it the client gets 431."
+    )
+    history: Count = Field(50_000, description="Messages or input items of the longest request; beyond it, 413.")
+    live_turns: Count = Field(10_000, description="Turns at a time; beyond it the client gets 503.")
+    live_turns_per_tenant: Count = Field(1_000, description="Turns of one tenant at a time; beyond it, 429.")
+    sessions_per_tenant: Count = Field(
+        10_000,
+        description="Turns of one tenant that may wait for their continuation, as far as one router knows; beyond it "
+        "that tenant's oldest goes (outcome `over_limit`).",
+    )
     min_tokens: Annotated[int, Field(ge=0)] = Field(
         64, description="Handles for fewer tokens are not attached (vLLM's `kv_recompute_threshold`, same default)."
     )
@@ -245,8 +256,19 @@ class Settings(_Model):
     )
     tenant_header: str | None = Field(
         None,
-        description="Header that your auth filter sets to the caller's tenant. Without it, tenants are told apart by "
-        "a keyed hash of the credential.",
+        description="Header that your auth filter sets to the caller's tenant, over whatever the client sent; a turn "
+        "without it is refused (403). Unset: tenants are told apart by a keyed hash of the credential, and all who "
+        "send none are one tenant.",
+    )
+    tenant_cache_salt: bool = Field(
+        default=False,
+        description="Give each tenant's turns a `cache_salt` of their own, made from `secret`, so that the engines' "
+        "prefix caches are separate too. A client's own `cache_salt` still tells its requests apart.",
+    )
+    session_header: str | None = Field(
+        None,
+        description="Header with the client's session id, looked at before those that known clients send "
+        "(docs/identity.md).",
     )
     limits: Limits = Limits()
     breaker: Breaker = Breaker()
@@ -268,6 +290,12 @@ class Settings(_Model):
                 f"store.url needs `secret` (or ${SECRET_ENV}), the same on all routers: without it, each router looks "
                 "for sessions under keys that no other one and no later run of it knows"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _salts_are_stable(self) -> Self:
+        if self.tenant_cache_salt and not self.secret.get_secret_value():
+            raise ValueError(f"tenant_cache_salt needs `secret` (or ${SECRET_ENV}): routers must make the same salts")
         return self
 
     def return_for(self, model: str) -> Return:

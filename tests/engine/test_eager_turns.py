@@ -174,3 +174,31 @@ async def test_stock_nodes_need_no_connector_of_ours(
         await asyncio.gather(engine.stop("prefill"), engine.stop("decode"))
         await engine.start("prefill", arguments=())
         await engine.start("decode")
+
+
+@pytest.mark.parametrize("salted", [True, False], ids=["salted", "shared"])
+async def test_a_tenants_salt_parts_the_engines_prefix_caches(
+    engine: Engine, caplog: pytest.LogCaptureFixture, *, salted: bool
+) -> None:
+    """Both nodes take it, D's digests are made under it, and P finds another tenant's blocks only without it."""
+    caplog.set_level(logging.INFO, "kvreturn.turn")
+    lines = {}
+    async with (
+        eager(engine, **{"return": "lazy", "secret": "s", "tenant_cache_salt": salted}) as product,
+        Talk(product) as talk,
+    ):
+        for tenant in ("alice", "bob"):
+            talk.gateway = talk.gateway.with_options(api_key=tenant)
+            messages: list[JSON] = [{"role": "system", "content": f"Salted {salted}"}]
+            for turn in range(2):
+                messages.append({"role": "user", "content": question(turn)})
+                message, _, _, _ = await talk.chat(messages, max_tokens=ANSWER)
+                messages.append(message)
+                lines[tenant, turn] = line = await told(caplog)
+                told_of = f"{line['local']} of {line['prompt']} on P, {line['read']} read"
+                print(f"{tenant} {turn + 1}: {line['outcome']}, {told_of}")
+    assert [lines[tenant, 0]["outcome"] for tenant in ("alice", "bob")] == ["first_turn", "first_turn"]
+    assert lines["alice", 0]["local"] == 0
+    assert (lines["alice", 1]["outcome"], lines["alice", 1]["read"] > 0) == ("hit", True)
+    assert (lines["bob", 0]["local"] > 0) is not salted
+    assert (lines["bob", 1]["read"] > 0) is salted

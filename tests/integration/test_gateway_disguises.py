@@ -125,6 +125,12 @@ async def test_no_header_steers_the_routing_or_reaches_a_node(shipped: str) -> N
         "x_gateway_destination_endpoint": f"{MARK}:3",
         "x_data_parallel_rank": MARK,
         "x_session_token": MARK,
+        "x_encoder_hosts_ports": f"{MARK}:4",
+        "x_kv_cache_source_host_port": f"{MARK}:5",
+        "x_dynamo_worker_instance_id": MARK,
+        "x_smg_target_worker": MARK,
+        "target_pod": f"{MARK}:6",
+        "routing_strategy": MARK,
     }
     async with scripted(shipped, answer, answer) as (there, p, d):
         for path in (CHAT, "/v1/responses", "/v1/files"):

@@ -46,8 +46,8 @@ def _prefill_batches(patch: Patch) -> None:
     """The router has P process several prompts, although P gives one handle."""
     read = Completions.read
 
-    def changed(self: Completions, body: ObjectText, *, strict: bool) -> Prompt:
-        return replace(read(self, body, strict=strict), alone=None)
+    def changed(self: Completions, body: ObjectText, *, strict: bool, longest: int) -> Prompt:
+        return replace(read(self, body, strict=strict, longest=longest), alone=None)
 
     patch.setattr(Completions, "read", changed)
 

@@ -50,8 +50,8 @@ def _believe_tokens(patch: Patch) -> None:
     patch.setattr(Job, "_are_these", lambda *_: True)
     read = Chat.read
 
-    def changed(self: Chat, body: ObjectText, *, strict: bool) -> Prompt:
-        return replace(read(self, body, strict=strict), identifiable=True)
+    def changed(self: Chat, body: ObjectText, *, strict: bool, longest: int) -> Prompt:
+        return replace(read(self, body, strict=strict, longest=longest), identifiable=True)
 
     patch.setattr(Chat, "read", changed)
 

@@ -42,6 +42,8 @@ def command(path: Path, log_level: str) -> None:
             "no tenant_header is configured: tenants are told apart by their credential, and callers without one "
             "count as one tenant"
         )
+    if not sys.flags.hash_randomization:
+        log.warning("PYTHONHASHSEED=0: clients can choose member names that make dictionaries slow; unset it")
     try:
         asyncio.run(serve(settings))
     except (ListenError, TracingError) as e:

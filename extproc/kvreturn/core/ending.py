@@ -36,7 +36,8 @@ def leave(turn: "Turn", capture: Capture, decode_node: str | None) -> Put | None
     elif handle:
         whole = turn.api.extend(turn.trail, turn.body, turn.answer, strict=turn.policy.strict)
         prompt = None if turn.policy.strict else turn.trail.prompt_key()
-        keys = [k for k in dict.fromkeys([whole.turn_key() if whole else None, prompt]) if k]
+        named = [k for k in dict.fromkeys([whole.turn_key() if whole else None, prompt]) if k]
+        keys = [place for key in named for place in turn.trail.places(key, turn.session_key)]
         record = _record(turn, handle, node)
         job = _job(turn, capture, handle, record)
         if keys and (job or turn.reads_later):

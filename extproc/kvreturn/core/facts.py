@@ -38,6 +38,7 @@ class Facts:
         captured: whether this turn left a handle for the next one.
         going: how its KV goes back and by which rule (docs/return.md), `eager(tool_calls)` for example; None if there
             was nothing to choose.
+        session: header or member in which the client named its session; None if it did not.
     """
 
     outcome: Outcome = Outcome.FIRST_TURN
@@ -53,6 +54,7 @@ class Facts:
     fallback: bool = False
     captured: bool = False
     going: str | None = None
+    session: str | None = None
 
     def grade(self) -> None:
         """P answered a request whose handle was proven beforehand, or trusted."""

@@ -13,6 +13,8 @@ import msgspec
 
 _SIZE = 16
 _NEAR = 4096
+_SAME_SESSION = 8  # nearest items for which the same session's turn is preferred to another's
+SALT = "kvreturn-salt-"
 _encoder = msgspec.json.Encoder(order="deterministic")
 
 
@@ -46,10 +48,27 @@ class Scope:
         first = _digest(self.key, self.tenant + b"\0" + canonical(root))
         return Trail(self.key, (first,)).extend(items)
 
+    def session_key(self, model: str, session: str) -> bytes:
+        """Where it is stored which nodes a session of this model used last."""
+        return b"s" + _digest(self.key, self.tenant + b"\0session\0" + canonical([model, session]))
+
+    def salt(self, own: str) -> str:
+        """A `cache_salt` that only this tenant's requests have.
+
+        Args:
+            own: the one that the client sent, empty for none: it goes on telling its own requests apart.
+        """
+        text = own.encode(errors="surrogatepass")
+        return SALT + _digest(self.key, self.tenant + b"\0salt\0" + text).hex()
+
     def response_key(self, response_id: str) -> bytes:
         """Where it is stored which node keeps a response."""
         text = response_id.encode(errors="surrogatepass")
         return b"r" + _digest(self.key, self.tenant + b"\0response\0" + text)
+
+    def anybodys_key(self, response_id: str) -> bytes:
+        """Where it is stored that some tenant has a response of this id."""
+        return b"a" + _digest(self.key, response_id.encode(errors="surrogatepass"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +90,26 @@ class Trail:
         """Number of items."""
         return len(self.digests) - 1
 
-    def candidates(self) -> list[bytes]:
+    def candidates(self, session: bytes | None = None) -> list[bytes]:
         """Where a predecessor may be stored, nearest first: a whole turn before the prompt of one.
 
         Only the nearest few thousand items are looked at: a turn adds some, not thousands.
+
+        Args:
+            session: key of the client's session: its own turn goes before an equal one of another session. And another
+                session that has sent just this prompt keeps its turn: it will want it, and P still has the prompt.
         """
         near = self.digests[1:][-_NEAR:]
-        return [k for d in reversed(near) for k in (_turn_key(d), _prompt_key(d))]
+        keys = [k for d in reversed(near) for k in (_turn_key(d), _prompt_key(d))]
+        nearest = 2 * _SAME_SESSION
+        found = [k for key in keys[:nearest] for k in self.places(key, session)] + keys[nearest:]
+        if session and self.depth:
+            found.remove(_prompt_key(self.digests[-1]))
+        return found
+
+    def places(self, key: bytes, session: bytes | None) -> list[bytes]:
+        """Where what is stored under a key of this trail is found, its own session's place first."""
+        return [b"i" + _digest(self.key, session + key), key] if session else [key]
 
     def turn_key(self) -> bytes | None:
         """Where a turn with all of these items (its answer included) is stored. None if there are no items."""

@@ -26,6 +26,8 @@ class Outcome(StrEnum):
     """Too few tokens to be worth a read."""
     LOCAL_HIT = "local_hit"
     """P had everything in its own prefix cache."""
+    OVER_LIMIT = "over_limit"
+    """The tenant left more turns than `limits.sessions_per_tenant`; this was the oldest of them."""
     STORE_UNAVAILABLE = "store_unavailable"
     """The session store failed, or did not answer within its deadline."""
     NODE_GONE = "node_gone"

@@ -16,6 +16,8 @@ class Policy:
         secret: shared with the nodes; empty where none is configured.
         pass_token_ids: whether P tells D the prompt's token ids.
         returns: see `Settings.return_`.
+        history: messages of the longest request.
+        salts: whether each tenant gets a `cache_salt` of its own.
     """
 
     proof: Literal["connector", "router", "trusted", "off"]
@@ -25,6 +27,8 @@ class Policy:
     secret: bytes = b""
     pass_token_ids: bool = True
     returns: Literal["lazy", "eager", "auto"] = "lazy"
+    history: int = 50_000
+    salts: bool = False
 
     @property
     def strict(self) -> bool:

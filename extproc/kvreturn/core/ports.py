@@ -122,6 +122,7 @@ class Ask:
         within: seconds that it may take in any case; None for no limit of its own.
         only: whether no other node than `prefer` will do.
         first: whether the first event of a streamed answer is enough: the request is then closed.
+        slack: how many more tokens `prefer` may have to compute than the idlest node; None for any number.
     """
 
     path: str
@@ -133,6 +134,7 @@ class Ask:
     within: float | None = None
     only: bool = False
     first: bool = False
+    slack: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +180,18 @@ class Awaited:
     reason: str | None = None
 
 
-Effect = Take | Ask | Await
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Effect: look up which nodes a session used last. Answered by `Taken`, whose record has no handle.
+
+    Attributes:
+        key: of the session.
+    """
+
+    key: bytes
+
+
+Effect = Take | Ask | Await | Recall
 Result = Taken | Reply | Awaited
 
 
@@ -189,20 +202,31 @@ class Forward:
     Attributes:
         body: the rewritten body.
         decode_node: address of the node to choose if it is well.
+        slack: how many more requests it may have than the idlest node; None for any number.
     """
 
     body: bytes
     decode_node: str | None = None
+    slack: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Decision: answer the client at once."""
+    """Decision: answer the client at once.
+
+    Attributes:
+        status: HTTP status.
+        body: of the answer.
+        content_type: of the answer.
+        headers: further ones of the answer.
+        why: one word of a few, for the metric and for Envoy's access log.
+    """
 
     status: int
     body: bytes
     content_type: str = "application/json"
     headers: Mapping[str, str] = field(default_factory=dict)
+    why: str = "refused"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,18 @@ from http import HTTPStatus
 
 from kvreturn.core.api.base import API
 from kvreturn.core.capture import HIDDEN, strip_body
+from kvreturn.core.fingerprint import SALT
 from kvreturn.core.jsontext import JSONTextError
 from kvreturn.core.strip import MemberStripper
 
 _QUOTE = re.compile(rb"(?:%s)[\\'\": =]{1,8}\{" % b"|".join(name.encode() for name in HIDDEN))
 _STEP = re.compile(rb'[{}]|(?<!\\)"')  # a brace, or the end of the JSON string that quotes
+_SALT = re.compile(SALT.encode() + rb"[0-9a-f]{1,32}")
 _MEMBERS = (b"remote_engine_id", b"remote_block_ids")  # of every handle
 
 
 def strip_refusal(body: bytes, api: API, status: int) -> bytes:
-    """The refusal without transfer parameters, members or quoted ones.
+    """The refusal without transfer parameters, members or quoted ones, and without a `cache_salt` of ours.
 
     Args:
         body: of the node's answer.
@@ -31,7 +33,7 @@ def strip_refusal(body: bytes, api: API, status: int) -> bytes:
     except JSONTextError:
         stripper = MemberStripper(HIDDEN, lines=True)
         text = stripper.decode(body) + stripper.flush()
-    text = _unquoted(text)
+    text = _SALT.sub(b"...", _unquoted(text))
     if not any(name in text for name in _MEMBERS):
         return text
     words = "kvreturn: the node refused the request; what it says is withheld, since it quotes transfer parameters"

@@ -1,8 +1,14 @@
-"""What a client may not send: transfer parameters in any form that vLLM reads, and headers that steer routing."""
+"""What a client may not send: transfer parameters in any form that vLLM reads, and headers that steer routing.
 
+And what it may not leave out: whose the request is, for the engines' prefix caches.
+"""
+
+import json
 from collections.abc import Iterable
 
+from kvreturn.core.api.base import API, BadRequestError, load
 from kvreturn.core.capture import HIDDEN
+from kvreturn.core.fingerprint import Scope
 from kvreturn.core.jsontext import JSONTextError, ObjectText, drop_nested
 
 # vLLM copies members of these into `SamplingParams.extra_args`, where its connectors look for `kv_transfer_params`.
@@ -11,15 +17,37 @@ _CONTAINER_BYTES = 256 * 1024  # of all of these together: parsing them takes ti
 _HINTS = (b"transfer_params", b"\\u")  # a name can be written with escapes
 
 OWN_HEADERS = "x-kvreturn-"
+# Where other routers write what they have decided. A node or a sidecar that finds one of these in a client's request
+# goes, or sends the prompt, where the client says.
+_ROUTING_PREFIXES = (
+    OWN_HEADERS,
+    "x-gateway-destination-endpoint",  # Gateway API inference extension; also -subset, -served, -scores
+    "x-dynamo-",  # NVIDIA Dynamo
+    "x-smg-",  # SGLang's model gateway
+)
 _ROUTING_HEADERS = frozenset(
     {
-        "x-prefiller-host-port",  # llm-d's decode sidecar
+        "x-prefiller-host-port",  # llm-d's sidecars
         "x-prefiller-url",
+        "x-encoder-hosts-ports",
         "x-data-parallel-host-port",
-        "x-gateway-destination-endpoint",  # Gateway API inference extension
-        "x-gateway-destination-endpoint-subset",
+        "x-kv-cache-source-host-port",
+        "x-llm-d-reserved-host-port",
+        "x-llm-d-model-name-rewrite",
+        "x-gateway-model-name-rewrite",
         "x-session-token",
         "x-data-parallel-rank",  # vLLM
+        "x-worker-instance-id",  # Dynamo's older names
+        "x-prefill-instance-id",
+        "x-dp-rank",
+        "x-prefill-dp-rank",
+        "x-enable-local-updates",
+        "x-sglang-routing-key",
+        "target-pod",  # AIBrix
+        "target-cluster",
+        "routing-strategy",
+        "external-filter",
+        "x-went-into-req-headers",
     }
 )
 
@@ -38,9 +66,33 @@ def scrub_body(body: ObjectText) -> ObjectText:
     return ObjectText(body.without(HIDDEN)) if any(name in body for name in HIDDEN) else body
 
 
+def stamped(body: ObjectText, api: API, scope: Scope | None) -> ObjectText:
+    """A turn's body without what is not for nodes, and with its tenant's `cache_salt`.
+
+    Args:
+        body: of the request.
+        api: that it is for.
+        scope: whose request it is; None where tenants share the engines' prefix caches.
+
+    Raises:
+        BadRequestError: the client's own `cache_salt` is none.
+    """
+    drop = [name for name in api.ours if name in body]
+    put = {"cache_salt": json.dumps(scope.salt(_own_salt(body))).encode()} if scope else {}
+    return ObjectText(body.edit(drop, put)) if drop or put else body
+
+
+def _own_salt(body: ObjectText) -> str:
+    own = load(body, "cache_salt")
+    # vLLM refuses this, but would not see it behind ours.
+    if own is not None and (not isinstance(own, str) or not own):
+        raise BadRequestError("`cache_salt` must be a text that is not empty")
+    return own or ""
+
+
 def foreign_headers(names: Iterable[str]) -> list[str]:
     """Those of these (lower-case) header names that only the router or another router may set."""
-    return sorted({n for n in names if n.startswith(OWN_HEADERS) or n in _ROUTING_HEADERS})
+    return sorted({n for n in names if n.startswith(_ROUTING_PREFIXES) or n in _ROUTING_HEADERS})
 
 
 def may_hold_params(body: bytes) -> bool:

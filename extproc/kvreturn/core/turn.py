@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from kvreturn.core.api.base import API, Answer, BadRequestError, Prompt, read_model
+from kvreturn.core.api.base import API, Answer, BadRequestError, Prompt, TooLongError, read_model
 from kvreturn.core.api.completions import Completions, prefill_tokens
 from kvreturn.core.attach import Attached, Objection, prove_with_tokens, read_tokens
 from kvreturn.core.capture import Capture
@@ -16,6 +16,7 @@ from kvreturn.core.ending import leave
 from kvreturn.core.facts import Facts
 from kvreturn.core.fingerprint import Scope, Trail
 from kvreturn.core.handle import PARAMS, Handle, HandleError, cold, direct, read_handle, sealed
+from kvreturn.core.identity import Session
 from kvreturn.core.idplan import IdPlan, plan_ids
 from kvreturn.core.ids import Ids
 from kvreturn.core.jsontext import JSONTextError, ObjectText
@@ -30,6 +31,7 @@ from kvreturn.core.ports import (
     Forward,
     Judge,
     Put,
+    Recall,
     Record,
     Refuse,
     Reply,
@@ -38,9 +40,14 @@ from kvreturn.core.ports import (
     Taken,
 )
 from kvreturn.core.prefill import PrefillAnswer, PrefillError, read_prefill
-from kvreturn.core.scrub import scrub_body
+from kvreturn.core.scrub import scrub_body, stamped
 
+# How much busier than the idlest node one may be that is chosen only because the session was there last: its cache
+# spares part of a prompt at best. In tokens on P, in requests on D.
+_SLACK_TOKENS, _SLACK_REQUESTS = 16_384, 4
 _TOKENIZE_SECONDS = 2.0  # /tokenize took 27 ms for 8,800 tokens; a node that takes longer is no help
+_BAD = 400, "BadRequestError", "refused"
+_TOO_LONG = 413, "RequestEntityTooLarge", "history"
 T = TypeVar("T")
 
 
@@ -52,9 +59,17 @@ class Turn:
         scope: whose conversations these are.
         policy: gives the policy for a model.
         judge: knows the nodes.
+        session: finds the session that the client names, in its body or in what else is known of the request.
     """
 
-    def __init__(self, api: API, scope: Scope, policy: Callable[[str], Policy], judge: Judge) -> None:
+    def __init__(
+        self,
+        api: API,
+        scope: Scope,
+        policy: Callable[[str], Policy],
+        judge: Judge,
+        session: Callable[[ObjectText], Session | None] = lambda _: None,
+    ) -> None:
         self.api = api
         self.facts = Facts()
         self.answer: Answer = api.answer()
@@ -69,6 +84,9 @@ class Turn:
         self.engine = ""  # P's id
         self.prompt_ids: bytes | None = None  # as P has them, raw
         self.spare: list[Record] = []  # with handles that will not be used
+        self.session_key: bytes | None = None
+        self._find_session = session
+        self._hinted = False  # the nodes are those that the session used last: no reason to wait for them
         self._scope = scope
         self._policy_for = policy
         self._judge = judge
@@ -84,11 +102,14 @@ class Turn:
         """
         try:
             self.body = scrub_body(ObjectText(body))
-            self.policy = self._policy_for(read_model(self.body))
-            self.prompt = self.api.read(self.body, strict=self.policy.strict)
+            model = read_model(self.body)
+            self.policy = self._policy_for(model)
+            self._identify(model)
+            self.prompt = self.api.read(self.body, strict=self.policy.strict, longest=self.policy.history)
         except (JSONTextError, BadRequestError) as e:
             self.facts.outcome = Outcome.REJECTED
-            return Refuse(400, self.api.error(f"kvreturn: {e}", "BadRequestError", 400))
+            status, kind, why = _TOO_LONG if isinstance(e, TooLongError) else _BAD
+            return Refuse(status, self.api.error(f"kvreturn: {e}", kind, status), why=why)
         self.trail = self._scope.trail(self.prompt.root, self.prompt.items)
         self.ids = plan_ids(self.prompt, self.policy, self.body)
         if self.prompt.alone:
@@ -97,6 +118,13 @@ class Turn:
         attached = yield from self._find()
         return (yield from self._prefill(attached))
 
+    def _identify(self, model: str) -> None:
+        """Whose request this is, as far as nodes and the store need to know."""
+        session = self._find_session(self.body)
+        if session and self.policy.remembers:
+            self.facts.session, self.session_key = session.source, self._scope.session_key(model, session.id)
+        self.body = stamped(self.body, self.api, self._scope if self.policy.salts else None)
+
     def _find(self) -> Generator[Effect, Result, Attached | None]:
         """Take the predecessor's handle, and see whether and how it may be attached."""
         assert self.prompt
@@ -104,7 +132,7 @@ class Turn:
         if not self.policy.remembers:
             self.facts.outcome = Outcome.DISABLED
             return None
-        taken = self.taken = _expect(Taken, (yield Take(self.trail.candidates())))
+        taken = self.taken = _expect(Taken, (yield Take(self.trail.candidates(self.session_key))))
         record = taken.record
         if record:
             self.decode_node, self.prefill_node = record.decode_node, record.prefill_node
@@ -114,6 +142,8 @@ class Turn:
         if record is None or record.handle is None:
             unknown = Outcome.NOT_A_CONTINUATION if self.prompt.has_answer else Outcome.FIRST_TURN
             self.facts.outcome = (record.reason if record else taken.reason) or unknown
+            if record is None and self.session_key:
+                yield from self._follow(self.session_key)
             return None
         self.facts.handle_age = taken.age
         try:
@@ -125,6 +155,15 @@ class Turn:
             return None
         self.facts.held, self.facts.proven = attached.handle.tokens, attached.proven
         return attached
+
+    def _follow(self, session: bytes) -> Generator[Effect, Result, None]:
+        """Nothing is known of the conversation, but of its session: go where that was last, if it costs no waiting."""
+        known = _expect(Taken, (yield Recall(session))).record
+        if known:
+            self._hinted = True
+            self.decode_node, self.prefill_node = known.decode_node, known.prefill_node
+            if self.facts.outcome is Outcome.NOT_A_CONTINUATION:
+                self.facts.detail = "session_known"
 
     def _returned(self, record: Record) -> Generator[Effect, Result, None]:
         """P has the blocks, or will have them in a moment: the turn goes there without a handle."""
@@ -208,10 +247,7 @@ class Turn:
             path, body = Completions.path, prefill_tokens(self.body, attached.prompt, attached.params)
         else:
             params = attached.params if attached else cold(ids=self.ids.of_connector)
-            path, body = (
-                self.api.path,
-                self.api.prefill_body(self.body, params, ids=self.ids.of_prefill),
-            )
+            path, body = self.api.path, self.api.prefill_body(self.body, params, ids=self.ids.of_prefill)
         ask = Ask(
             path,
             body,
@@ -219,6 +255,7 @@ class Turn:
             prefer=self.prefill_node if self.prefill_node != avoid else None,
             avoid=avoid,
             last=last,
+            slack=_SLACK_TOKENS if self._hinted else None,
         )
         return read_prefill(_expect(Reply, (yield ask)), self.api)
 
@@ -253,7 +290,11 @@ class Turn:
         put = {PARAMS: params}
         if self.ids.of_decode:
             put["return_token_ids"] = b"true"
-        return Forward(self.body.edit(put=put), self.decode_node)
+        return Forward(self.body.edit(put=put), self.decode_node, self._slack)
+
+    @property
+    def _slack(self) -> int | None:
+        return _SLACK_REQUESTS if self._hinted else None
 
     @property
     def reads_later(self) -> bool:
@@ -277,7 +318,7 @@ class Turn:
 
     def _alone(self) -> Forward:
         self.facts.fallback = True
-        return Forward(self.body.text, self.decode_node)
+        return Forward(self.body.text, self.decode_node, self._slack)
 
     # --- the response ---
 
@@ -300,5 +341,5 @@ class Turn:
 
 
 def _expect(kind: type[T], value: object) -> T:
-    assert isinstance(value, kind), f"sent {value!r} where {kind.__name__} was asked for"
+    assert isinstance(value, kind), f"sent a {type(value).__name__} where {kind.__name__} was asked for"
     return value

@@ -17,6 +17,7 @@ from kvreturn.envoy.protos import (
     stream_pb,
 )
 
+_HEADER_ROOM = 5  # KiB: Envoy counts what it adds itself, and must be able to say no itself
 _FOREVER = timedelta(0)
 _METHODS_WITHOUT_BODY = "GET|HEAD|OPTIONS"
 # What and how it went: no header of the request but method and path, and of the path no query.
@@ -52,6 +53,8 @@ def client_listener(settings: Settings) -> listener_pb.Listener:
         local_reply_config=hcm_pb.LocalReplyConfig(
             mappers=[_no_node(_ANTHROPIC_ERROR, "/v1/messages"), _no_node(_OPENAI_ERROR, "/")]
         ),
+        # As with bodies: more than the router's own limit, so that it is the router that refuses. Envoy counts in KiB.
+        max_request_headers_kb=settings.limits.header_bytes // 1024 + _HEADER_ROOM,
         use_remote_address=True,
         early_header_mutation_extensions=[filters.strip_client_headers()],
         upgrade_configs=[hcm_pb.HttpConnectionManagerUpgradeConfig(upgrade_type="websocket")],

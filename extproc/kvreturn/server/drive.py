@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from kvreturn.core.ports import Ask, Await, Effect, Forward, Refuse, Take
+from kvreturn.core.ports import Ask, Await, Effect, Forward, Recall, Refuse, Take
 from kvreturn.core.turn import Turn
 from kvreturn.server.intake import scrubbed
 from kvreturn.server.record import TurnRecord
@@ -48,6 +48,9 @@ async def drive(
             if isinstance(effect, Take):
                 with record.trace.step("take"):
                     result = await world.take(effect.keys)
+            elif isinstance(effect, Recall):
+                with record.trace.step("recall"):
+                    result = await world.recall(effect.key)
             elif isinstance(effect, Await):
                 with record.trace.step("await_return"):
                     result = await world.returns.wait(effect.ticket)
@@ -62,9 +65,9 @@ async def drive(
             steps.close()
 
 
-async def scrub(body: bytes) -> Forward | Refuse:
-    """What becomes of JSON that is no turn of ours."""
-    return await _apart(lambda: scrubbed(body), len(body))
+async def scrub(body: bytes, headers: Mapping[str, str]) -> Forward | Refuse:
+    """What becomes of a body that is no turn of ours."""
+    return await _apart(lambda: scrubbed(body, headers), len(body))
 
 
 async def _apart(work: Callable[[], T], size: int) -> T:

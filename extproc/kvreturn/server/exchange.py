@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Callable
 from functools import partial
 
 from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
@@ -11,15 +12,15 @@ from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingRequest,
     ProtocolConfiguration,
 )
-from kvreturn.core.address import split_address
 from kvreturn.core.api import API, Responses
 from kvreturn.core.capture import BodyCapture, Capture, open_capture
+from kvreturn.core.identity import find_session
 from kvreturn.core.ports import Refuse
 from kvreturn.core.refusal import strip_refusal
 from kvreturn.core.scrub import foreign_headers
 from kvreturn.core.turn import Turn
 from kvreturn.server.drive import drive, scrub
-from kvreturn.server.intake import is_json, refused_encoding, stored_response, turn_api
+from kvreturn.server.intake import is_form, is_json, refused, stored_response, turn_api
 from kvreturn.server.messages import (
     CONTINUE_REQUEST_BODY,
     CONTINUE_REQUEST_TRAILERS,
@@ -33,13 +34,13 @@ from kvreturn.server.messages import (
     headers_answer,
     immediate,
     leave,
-    read_attribute,
     read_headers,
+    read_upstream,
 )
 from kvreturn.server.record import CREDENTIALS, TurnRecord
 from kvreturn.server.request import LateTrailersError, Mode, RequestSide, TooLargeError, routed
 from kvreturn.server.response import ResponseSide, UnreadableEncodingError, content_decoder
-from kvreturn.server.world import World
+from kvreturn.server.world import ForeignError, World
 
 log = logging.getLogger("kvreturn")
 
@@ -64,6 +65,7 @@ class Exchange:
         self._response: ResponseSide | None = None
         self._turn: Turn | None = None
         self._record: TurnRecord | None = None
+        self._entered = False  # whether the turn counts as a live one
         self._api: API = Responses()  # reads the response, and gives our own errors their shape
         self._looks = False  # whether the response can have a handle in it: it is a turn's, or a stored one
         self._stored: str | None = None  # the stored response that the client asks for
@@ -106,6 +108,8 @@ class Exchange:
         if self._route:
             self._world.decode.finished(self._route, 1)
             self._route = None
+        if self._entered and self._turn:
+            self._world.admission.leave(self._turn.tenant)
         if self._record:
             self._record.close()
 
@@ -121,26 +125,32 @@ class Exchange:
         api = turn_api(self._headers)
         self._stored = None if api else stored_response(self._headers)
         changes = Headers(remove=foreign_headers(self._headers))
-        bodiless = message.end_of_stream or not (api or is_json(self._headers))
+        bodiless = message.end_of_stream or not (api or is_json(self._headers) or is_form(self._headers))
         if bodiless and self._stored is None:
             return self._leave(changes)
         self._looks = (api or self._stored) is not None
-        if bodiless:
-            return [routed(self._outward(changes), self._metadata(await self._owner()))]
-        request = RequestSide(self._config, self._world.settings.limits.request_bytes)
-        if not request.readable or (self._looks and self._config.response_body_mode == Mode.NONE):
-            return self._refuse_setup()
-        self._request = request
-        if api:
-            self._begin(api)
-        refusal = refused_encoding(self._headers, self._api.error)
+        request = None
+        if not bodiless:
+            request = self._request = RequestSide(self._config, self._world.settings.limits.request_bytes)
+            if not request.readable or (self._looks and self._config.response_body_mode == Mode.NONE):
+                return self._refuse_setup()
+            if api:
+                self._begin(api)
+        refusal = self._refusal()
         if refusal:
-            return self._answer(refusal, "encoding")
-        return (
-            request.open(self._outward(changes), self._metadata(await self._owner()))
-            if request.routes_first
-            else request.open(Headers(), [])
-        )
+            return self._answer(refusal)
+        if request and not request.routes_first:
+            return request.open()
+        go = request.open if request else lambda headers, metadata: [routed(headers, metadata)]
+        return await self._routed(lambda node: go(self._outward(changes), self._metadata(node)))
+
+    def _refusal(self) -> Refuse | None:
+        """Why a request is refused for its headers, or for the turns that there are already."""
+        refusal = refused(self._headers, self._world.settings, self._api.error, ours=self._looks)
+        if self._turn and not refusal:
+            refusal = self._world.admission.enter(self._turn.tenant, self._api)
+            self._entered = refusal is None
+        return refusal
 
     def _leave(self, changes: Headers) -> list[Message]:
         """Let an exchange pass that is none of our business."""
@@ -159,7 +169,8 @@ class Exchange:
     def _begin(self, api: API) -> None:
         world = self._world
         self._api = api
-        self._turn = Turn(api, world.scope(self._headers), world.policy, world.judge)
+        session = partial(find_session, self._headers, own=world.settings.session_header)
+        self._turn = Turn(api, world.scope(self._headers), world.policy, world.judge, session)
         self._record = TurnRecord(world, self._turn, self._headers)
 
     def _refuse_setup(self) -> list[Message]:
@@ -203,21 +214,25 @@ class Exchange:
             headers = {h: self._headers[h] for h in _PREFILL_HEADERS if h in self._headers}
             decision = await drive(self._turn, request.take(), self._world, self._record, headers)
         else:
-            decision = await scrub(request.take())
+            decision = await scrub(request.take(), self._headers)
         if isinstance(decision, Refuse):
-            return self._answer(decision, "refused")
+            return self._answer(decision)
         changes = self._outward(Headers(remove=foreign_headers(self._headers)))
         if self._record:
             self._record.forwarded()
         elif not self._looks:
             self.over = not self._duplex
-        return request.forward(decision.body, changes, self._metadata(decision.decode_node or await self._owner()))
+        body, prefer, slack = decision.body, decision.decode_node, decision.slack
+        return await self._routed(lambda node: request.forward(body, changes, self._metadata(prefer or node, slack)))
 
-    async def _owner(self) -> str | None:
-        """The decode node that has what the request needs: a response, or a prompt that begins with one."""
+    async def _routed(self, go: Callable[[str | None], list[Message]]) -> list[Message]:
+        """Go to the decode node that has what the request needs: a response, or a prompt that begins with one."""
         prompt = self._turn.prompt if self._turn else None
         name = prompt.stored if prompt else self._stored
-        return await self._world.owner(self._world.scope(self._headers), name) if name else None
+        try:
+            return go(await self._world.owner(self._world.scope(self._headers), name) if name else None)
+        except ForeignError:
+            return self._refuse(404, "kvreturn: there is no response of this id", "NotFoundError", "foreign")
 
     def _outward(self, changes: Headers) -> Headers:
         """What changes in the headers of a request whose response we look at."""
@@ -229,25 +244,26 @@ class Exchange:
             changes.remove.append("accept-encoding")
         return changes
 
-    def _metadata(self, prefer: str | None) -> list[tuple[str, str]]:
+    def _metadata(self, prefer: str | None, slack: int | None = None) -> list[tuple[str, str]]:
         """Choose the decode node, and tell Envoy."""
         if not self._looks:
             return []
         if self._route is None:
-            self._route = self._world.decode.choose(prefer)
+            self._route = self._world.decode.choose(prefer, slack=slack)
             if self._route:
                 self._world.decode.started(self._route, 1)
         return [(DECODE_NODE, self._route)] if self._route else []
 
     def _refuse(self, status: int, text: str, kind: str, details: str) -> list[Message]:
-        return self._answer(Refuse(status, self._api.error(text, kind, status)), details)
+        return self._answer(Refuse(status, self._api.error(text, kind, status), why=details))
 
-    def _answer(self, refusal: Refuse, details: str) -> list[Message]:
+    def _answer(self, refusal: Refuse) -> list[Message]:
         self.over = True
+        self._world.metrics.refused.labels(refusal.why).inc()
         if self._record:
             self._record.refused(refusal.status)
         headers = {**refusal.headers, "content-type": refusal.content_type}
-        return [immediate(refusal.status, refusal.body, details, headers)]
+        return [immediate(refusal.status, refusal.body, refusal.why, headers)]
 
     # --- response ---
 
@@ -255,13 +271,14 @@ class Exchange:
         if not self._looks:
             return [CONTINUE_RESPONSE_HEADERS]
         headers = read_headers(message.response_headers.headers)
-        status, node = int(headers.get(":status", "0") or 0), self._answered_by(message)
+        limits = self._world.settings.limits
+        status, node = int(headers.get(":status", "0") or 0), read_upstream(message) or self._route
         if self._record:
             self._record.responded(status, node)
             self._keeper = node if self._api.keeps and status == _OK else None
         changes = Headers(remove=foreign_headers(headers))
         try:
-            decoder = content_decoder(headers.get("content-encoding", "").strip().lower())
+            decoder = content_decoder(headers.get("content-encoding", "").strip().lower(), limits.response_bytes)
         except UnreadableEncodingError as e:
             text = f"kvreturn: the decode node answered with content-encoding {e}, although none was accepted"
             log.warning(text)
@@ -290,15 +307,6 @@ class Exchange:
             response_bytes=limits.response_bytes,
             ids=self._turn.ids_in_answer if self._turn else None,
         )
-
-    def _answered_by(self, message: ProcessingRequest) -> str | None:
-        """The node that answered: Envoy may have taken another one than ours, if that was down."""
-        upstream = read_attribute(message, "upstream.address")
-        try:
-            split_address(upstream or "")
-        except ValueError:
-            return self._route
-        return upstream
 
     async def _response_body(self, message: HttpBody) -> list[Message]:
         response = self._response

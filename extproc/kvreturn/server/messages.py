@@ -25,6 +25,7 @@ from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
     TrailersResponse,
 )
 from kvreturn._proto.envoy.type.v3.http_status_pb2 import HttpStatus
+from kvreturn.core.address import split_address
 
 # Envoy advises at most 64 KiB a message; the rest is for the message around the bytes.
 CHUNK = 62_000
@@ -75,6 +76,16 @@ def read_attribute(message: ProcessingRequest, name: str) -> str | None:
         if value is not None and value.string_value:
             return str(value.string_value)
     return None
+
+
+def read_upstream(message: ProcessingRequest) -> str | None:
+    """Address of the node that answered, if Envoy tells: it may be another one than ours, if that was down."""
+    upstream = read_attribute(message, "upstream.address")
+    try:
+        split_address(upstream or "")
+    except ValueError:
+        return None
+    return upstream
 
 
 def headers_answer(*, response: bool, common: CommonResponse) -> ProcessingResponse:

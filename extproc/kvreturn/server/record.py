@@ -1,5 +1,6 @@
 """What is told of a turn: metrics, one log line, and the record that the next turn finds."""
 
+import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -152,7 +153,9 @@ class TurnRecord:
                 self.trace.event("terminal_event")
                 put = replace(put, record=replace(put.record, trace=self.trace.name))
                 with self.trace.step("store"):
-                    ticket = await self._world.put(put)
+                    ticket, _ = await asyncio.gather(
+                        self._world.put(put, self._turn.tenant), self._world.note_session(self._turn, put.record)
+                    )
                 (metrics.captured if put.record.handle and ticket is not None else metrics.missing).inc()
                 if ticket is None:
                     self._world.returns.free(put.record, self._credentials)
@@ -191,7 +194,7 @@ class TurnRecord:
             self._world.warn_once(hint)
         log.info(
             "outcome=%s%s api=%s model=%s status=%s prompt=%s read=%s local=%s returned=%s prefill_ms=%.1f "
-            "first_byte_ms=%s retries=%d fallback=%s captured=%s return=%s%s",
+            "first_byte_ms=%s retries=%d fallback=%s captured=%s return=%s session=%s%s",
             facts.outcome.value,
             f"({facts.detail})" if facts.detail and facts.detail != facts.outcome else "",
             turn.api.name,
@@ -207,6 +210,7 @@ class TurnRecord:
             facts.fallback,
             facts.captured,
             facts.going or "-",
+            facts.session or "-",
             f" error={_printable(error)}" if error else "",
         )
 

@@ -17,6 +17,7 @@ from kvreturn.server.messages import (
 )
 
 Mode = ProcessingMode.BodySendMode
+_MEMBERS = 64  # gzip members in one message: a server writes one, and each costs time whatever is in it
 _GZIP_OR_ZLIB = 47  # zlib's window bits for "tell by the header"
 
 
@@ -25,26 +26,39 @@ class UnreadableEncodingError(Exception):
 
 
 class Inflater:
-    """An incremental decoder for gzip and zlib, also for several gzip members in a row (RFC 1952, 2.2)."""
+    """An incremental decoder for gzip and zlib, also for several gzip members in a row (RFC 1952, 2.2).
 
-    def __init__(self) -> None:
+    Args:
+        limit: bytes that one call may give. A thousandfold of what goes in is possible.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._inflate = zlib.decompressobj(_GZIP_OR_ZLIB)
 
     def decode(self, data: bytes) -> bytes:
         """Take encoded bytes, return decoded ones.
 
         Raises:
-            zlib.error: they are not what they are said to be.
+            zlib.error: they are not what they are said to be, or a bomb.
         """
-        out = self._inflate.decompress(data)
-        while self._inflate.unused_data:
+        out = self._inflate.decompress(data, self._limit + 1)
+        for _ in range(_MEMBERS):
+            if len(out) > self._limit:
+                break
+            if not self._inflate.unused_data:
+                return out
             data, self._inflate = self._inflate.unused_data, zlib.decompressobj(_GZIP_OR_ZLIB)
-            out += self._inflate.decompress(data)
-        return out
+            out += self._inflate.decompress(data, self._limit + 1 - len(out))
+        raise zlib.error(f"more than {self._limit} bytes, or than {_MEMBERS} members, in one message")
 
 
-def content_decoder(encoding: str) -> Inflater | None:
+def content_decoder(encoding: str, limit: int) -> Inflater | None:
     """A decoder for a `content-encoding`, None for plain bytes.
+
+    Args:
+        encoding: value of the header.
+        limit: as for `Inflater`.
 
     Raises:
         UnreadableEncodingError: an encoding we cannot read.
@@ -52,7 +66,7 @@ def content_decoder(encoding: str) -> Inflater | None:
     if encoding in {"", "identity"}:
         return None
     if encoding in {"gzip", "x-gzip", "deflate"}:
-        return Inflater()
+        return Inflater(limit)
     raise UnreadableEncodingError(encoding)
 
 

@@ -11,8 +11,12 @@ from dataclasses import dataclass, field
 from kvreturn.config import Settings
 from kvreturn.core.cost import CostModel
 from kvreturn.core.fingerprint import Scope, keyed_hash
+from kvreturn.core.outcome import Outcome
 from kvreturn.core.policy import Policy
 from kvreturn.core.ports import Put, Record, SessionStore, Taken
+from kvreturn.core.turn import Turn
+from kvreturn.server.admission import Admission
+from kvreturn.server.quota import Quota
 from kvreturn.server.returns import Returns
 from kvreturn.store.factory import open_store
 from kvreturn.store.guard import Guard
@@ -26,7 +30,13 @@ from kvreturn.upstream.pressure import PressureWatch
 
 log = logging.getLogger("kvreturn")
 _KEPT_RESPONSE = 24 * 3600.0  # seconds; vLLM keeps responses until it is restarted
+_SESSION = 3600.0  # seconds for which it is remembered where a session was last
+_OVER = Record(0.001, reason=Outcome.OVER_LIMIT)  # in place of what goes, for just long enough that a store takes it
 _CREDENTIALS = ("authorization", "x-api-key", "api-key")
+
+
+class ForeignError(Exception):
+    """A stored response is another tenant's."""
 
 
 def _new_id() -> str:
@@ -40,6 +50,8 @@ class World:
     Attributes:
         store: what finished turns leave.
         guard: the way to it.
+        quota: how much of it is whose.
+        admission: counts live turns.
     """
 
     settings: Settings
@@ -58,11 +70,16 @@ class World:
     pressure: PressureWatch | None = None
     tracing: Tracing = field(default_factory=Tracing)
     returns: Returns = field(init=False)
+    quota: Quota = field(init=False)
+    admission: Admission = field(init=False)
     _said: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Start what needs the rest."""
         self.returns = Returns(self)
+        self.quota = Quota(self.settings.limits.sessions_per_tenant, self.clock)
+        self.admission = Admission(self.settings.limits)
+        self.metrics.watch("live_turns", "Turns that are being processed.", lambda: self.admission.live)
         self.metrics.watch("returns_waiting", "Eager returns that wait for their turn.", lambda: self.returns.waiting)
         self.metrics.watch("returns_running", "Eager returns that are under way.", lambda: self.returns.running)
 
@@ -112,6 +129,8 @@ class World:
             pass_token_ids=settings.prefill.pass_token_ids,
             returns=settings.return_for(model),
             secret=settings.secret.get_secret_value().encode(),
+            history=settings.limits.history,
+            salts=settings.tenant_cache_salt,
         )
 
     def scope(self, headers: Mapping[str, str]) -> Scope:
@@ -130,22 +149,54 @@ class World:
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """Take from the store, within its deadline."""
-        return await self.guard.take(keys)
+        taken = await self.guard.take(keys)
+        if taken.ticket is not None and taken.record and taken.record.handle is not None:
+            self.quota.gone(taken.ticket)
+        return taken
 
-    async def put(self, put: Put) -> bytes | None:
-        """Put into the store, within its deadline. Returns the ticket if it is there."""
-        return await self.guard.put(put)
+    async def put(self, put: Put, tenant: bytes) -> bytes | None:
+        """Put a tenant's record into the store, within its deadline. Returns the ticket if it is there."""
+        ticket = await self.guard.put(put)
+        if ticket is not None:
+            for over in self.quota.put(tenant, ticket, put.record.ttl):
+                self.metrics.over_limit.inc(await self.replace(over, _OVER))
+        return ticket
+
+    async def recall(self, session: bytes) -> Taken:
+        """Which nodes a session used last."""
+        return await self.take([session])
+
+    async def note_session(self, turn: Turn, record: Record) -> None:
+        """Remember which nodes a turn's session used."""
+        key = turn.session_key
+        if key is None:
+            return
+        seen, nodes = await self.recall(key), (record.decode_node, record.prefill_node)
+        known = seen.record and (seen.record.decode_node, seen.record.prefill_node) == nodes
+        if known and (seen.age or 0.0) < _SESSION / 2:
+            return
+        note = Record(_SESSION, decode_node=record.decode_node, prefill_node=record.prefill_node)
+        if seen.ticket is None or not await self.replace(seen.ticket, note):
+            await self.put(Put([key], note), turn.tenant)
 
     async def owner(self, scope: Scope, response_id: str) -> str | None:
-        """The decode node that keeps a response of this tenant, None if that is not known."""
+        """The decode node that keeps a response of this tenant, None if that is not known.
+
+        Raises:
+            ForeignError: it is another tenant's.
+        """
         record = (await self.take([scope.response_key(response_id)])).record
+        if record is None and (await self.take([scope.anybodys_key(response_id)])).record:
+            raise ForeignError
         return record.decode_node if record else None
 
     async def set_owner(self, scope: Scope, response_id: str, node: str) -> None:
         """Remember which decode node keeps a response."""
         record = Record(_KEPT_RESPONSE, decode_node=node)
-        await self.put(Put([scope.response_key(response_id)], record))
+        keys = [scope.response_key(response_id), scope.anybodys_key(response_id)]
+        await self.put(Put(keys, record), scope.tenant)
 
     async def replace(self, ticket: bytes, record: Record) -> bool:
         """Replace a record in the store, within its deadline. Returns whether it was still there."""
+        self.quota.renewed(ticket, record.ttl)
         return await self.guard.replace(ticket, record)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Record, Taken
 
-_OVERHEAD = 600  # bytes of Python objects around an entry and its two keys, measured with tracemalloc
+_OVERHEAD, _KEY = 440, 180  # bytes of Python objects around an entry, and around each key; measured with tracemalloc
 _TRACE = 60.0  # seconds for which a trace stays at least, however short the record's own life was
 _PER_KEY = 8  # entries under one key: equal conversations of one tenant, answered alike
 _SWEEP = 64  # entries that one call drops: after a quiet hour all are over, and no turn is to pay for that
@@ -30,7 +30,7 @@ class _Entry:
 
     @property
     def size(self) -> int:
-        return _OVERHEAD + len(self.record.handle or b"" if self.record else b"")
+        return _OVERHEAD + _KEY * len(self.keys) + len(self.record.handle or b"" if self.record else b"")
 
 
 class MemoryStore:

@@ -61,6 +61,8 @@ class Metrics:
         self.missing = counter("handles_missing", "Complete turns whose response brought no handle.")
         self.capture_failed = counter("capture_failures", "Responses that went on without inspection after a failure.")
         self.oversize = counter("oversize_events", "Events or bodies over the limit; their handles are lost.")
+        self.refused = counter("requests_refused", "Requests that were answered with an error from here.", "why")
+        self.over_limit = counter("sessions_over_limit", "Records that left because their tenant had too many.")
         self.store_errors = counter("store_errors", "Store calls that failed or took too long.", "operation", "kind")
         self.store_seconds = histogram(
             "store_duration_seconds", "Store calls that succeeded.", "operation", buckets=_FAST

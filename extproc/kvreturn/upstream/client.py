@@ -67,7 +67,7 @@ class PrefillClient:
             The answer. Failures to get one are answers too; only cancellation is raised, and closes the connection,
             which makes vLLM abort the request.
         """
-        node = ask.prefer if ask.only else self._pool.choose(ask.prefer, ask.avoid)
+        node = ask.prefer if ask.only else self._pool.choose(ask.prefer, ask.avoid, ask.slack)
         if node is None:
             return Reply(None, failure=Failure.CONNECT)
         self._pool.started(node, ask.tokens)

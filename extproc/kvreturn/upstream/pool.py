@@ -36,12 +36,16 @@ class Pool:
         """
         return self._named or address in self._nodes
 
-    def choose(self, prefer: str | None = None, avoid: str | None = None) -> str | None:
+    def choose(self, prefer: str | None = None, avoid: str | None = None, slack: int | None = None) -> str | None:
         """The address of a node: the preferred one if it is well, else the one with the least outstanding tokens.
 
-        A node that failed lately is chosen only if there is no other, and `avoid` only if it is the last one.
+        A node that failed lately is chosen only if there is no other, and `avoid` only if it is the last one. With
+        `slack`, the preferred one must not have more outstanding tokens than the idlest one and so many.
         """
         now = self._clock()
+        least = min((n.load for n in self._nodes.values() if n.out_until <= now), default=0)
+        if slack is not None and prefer is not None and self.load(prefer) > least + slack:
+            prefer = None
 
         def rank(node: _Node) -> tuple[bool, bool, bool, int]:
             return node.address == avoid, node.out_until > now, node.address != prefer, node.load

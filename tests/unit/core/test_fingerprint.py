@@ -153,3 +153,28 @@ def test_keys_do_not_tell_what_they_stand_for() -> None:
 )
 def test_segments_leave_out_what_is_not_whole(data: bytes, items: list[bytes]) -> None:
     assert segments(data, 4) == items
+
+
+def test_a_sessions_own_turns_go_first_and_another_ones_equal_prompt_stays() -> None:
+    session = SCOPE.session_key("m", "s")
+    prefixes = [SCOPE.trail(["m"], [b"a", b"b", b"c"][:n]) for n in (3, 2, 1)]
+    whole = prefixes[0]
+    expected = []
+    for prefix in prefixes:
+        turn, prompt = prefix.turn_key(), prefix.prompt_key()
+        assert turn
+        assert prompt
+        expected += [*prefix.places(turn, session), *prefix.places(prompt, session)]
+    expected.remove(whole.prompt_key() or b"")
+    assert whole.candidates(session) == expected
+    assert len(set(expected)) == 11
+    assert not set(whole.candidates(SCOPE.session_key("m", "t"))) & {
+        whole.places(k, session)[0] for k in whole.candidates()
+    }
+    assert SCOPE.trail(["m"], []).candidates(session) == []
+
+
+def test_far_back_sessions_make_no_difference() -> None:
+    trail = SCOPE.trail(["m"], [b"%d" % n for n in range(50)])
+    assert len(trail.candidates(b"session")) == 100 + 2 * 8 - 1
+    assert trail.candidates(b"session")[-84:] == trail.candidates()[-84:]

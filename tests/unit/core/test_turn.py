@@ -115,6 +115,7 @@ case("just enough tokens", Outcome.HIT, connector(found(d_handle(64)), p_reply({
 case("the breaker is open", Outcome.BREAKER_OPEN, connector(found(d_handle()), judge=Judge(Outcome.BREAKER_OPEN)))
 case("D left the pool", Outcome.NODE_GONE, connector(found(d_handle()), judge=Judge(Outcome.NODE_GONE)))
 case("expired", Outcome.EXPIRED, connector(Taken(None, Outcome.EXPIRED)))
+case("the tenant had too many", Outcome.OVER_LIMIT, connector(Taken(None, Outcome.OVER_LIMIT)))
 case("already taken", Outcome.ALREADY_TAKEN, connector(Taken(None, Outcome.ALREADY_TAKEN)))
 case("the store is down", Outcome.STORE_UNAVAILABLE, connector(Taken(None, Outcome.STORE_UNAVAILABLE)))
 case(

@@ -90,7 +90,7 @@ class Node(StubPrefill):
 
 
 def router(node: Node, **changes: Any) -> Harness:  # noqa: ANN401 - settings
-    return Harness(settings(secret="", **{"return": "eager", **changes}), node, Clock())
+    return Harness(settings(**{"secret": "", "return": "eager", **changes}), node, Clock())
 
 
 async def play(router: Harness, request: Request = FIRST, *, ids: bool = False) -> Envoy:
@@ -496,3 +496,19 @@ async def test_a_drain_does_not_wait_for_ever() -> None:
     await play(r)
     await asyncio.wait_for(r.world.returns.drain(0.01), 5)
     assert r.world.returns.running == 0
+
+
+async def test_what_goes_back_is_under_the_tenants_salt_as_both_legs_were() -> None:
+    node = Node()
+    node.prompt = list(range(1, 161))
+    there = router(node, secret="s", tenant_cache_salt=True)
+    envoy = there.envoy()
+    await envoy.request(FIRST)
+    salt = json.loads(envoy.upstream.body)["cache_salt"]
+    held = d_handle(160, secret=b"s", salt=salt)  # D's digests are made under it, and told apart from others by it
+    await envoy.respond(Response(decode_events(params=held), node=DECODE))
+    await envoy.finish()
+    await settled()
+    assert [(back["cache_salt"], back["prompt"]) for back in node.returns] == [(salt, [*range(1, 161), 7])]
+    await play(there, NEXT)
+    assert there.outcomes() == {"first_turn": 1, "hit": 1}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvreturn.server.intake import stored_response
+from kvreturn.server.world import ForeignError
 from support.events import message_events, response_events, response_object, without_params
 from support.extproc import ALL_MODES, Mode, Modes, Request, Response
 from support.harness import Clock, Harness, harness
@@ -85,8 +86,34 @@ async def test_nobody_finds_another_ones_response() -> None:
     router = harness(pools=POOLS)
     await create(router)
     scopes = [router.world.scope(headers) for headers in (ALICE, BOB)]
-    assert [await router.world.owner(scope, "resp_1") for scope in scopes] == [D2, None]
-    assert await router.world.owner(scopes[0], "resp_2") is None
+    assert await router.world.owner(scopes[0], "resp_1") == D2
+    with pytest.raises(ForeignError):
+        await router.world.owner(scopes[1], "resp_1")
+    assert [await router.world.owner(scope, "resp_2") for scope in scopes] == [None, None]
+
+
+@pytest.mark.parametrize("modes", ALL_MODES, ids=str)
+@pytest.mark.parametrize(("method", "path", "pieces"), ABOUT)
+async def test_another_ones_response_is_not_asked_for(
+    modes: Modes, method: str, path: str, pieces: list[bytes]
+) -> None:
+    """The node would give it to whoever knows its id."""
+    router = harness(pools=POOLS)
+    await create(router)
+    stored = Response([compact(response_object("Good morning"))], headers=JSON)
+    envoy = await router.play(Request(path, pieces, method, headers=BOB), stored, modes)
+    assert (envoy.client.status, envoy.answered) == (404, True)
+    assert json.loads(envoy.client.body)["error"]["type"] == "NotFoundError"
+    assert router.metric("requests_refused_total", why="foreign") == 1
+    mine = await router.play(Request(path, pieces, method, headers=ALICE), stored, modes)
+    assert mine.client.status == 200
+
+
+async def test_an_id_cannot_be_chosen() -> None:
+    """The node would keep the response in the place of another one with that id."""
+    router = harness(pools=POOLS)
+    envoy = await create(router, request_id="resp_1", store=True)
+    assert [json.loads(body).get("request_id") for body in (envoy.upstream.body, router.asks[0].body)] == [None, None]
 
 
 async def test_it_is_known_as_soon_as_its_id_has_passed() -> None:
@@ -140,12 +167,12 @@ async def test_fr101_a_chain_stays_at_the_node_that_keeps_it(modes: Modes) -> No
     router = harness(pools=POOLS)
     await create(router, modes)
     asked = len(router.asks)
-    for headers, node in ((ALICE, D2), (BOB, D1)):
-        body = compact({"model": "m", "input": "And?", "previous_response_id": "resp_1"})
-        answer = Response(response_events(name="resp_2"), headers=SSE, node=node)
-        envoy = await router.play(Request("/v1/responses", [body], headers=headers), answer, modes)
-        assert envoy.upstream.node == node
-        assert envoy.upstream.body == body
+    body = compact({"model": "m", "input": "And?", "previous_response_id": "resp_1"})
+    answer = Response(response_events(name="resp_2"), headers=SSE, node=D2)
+    envoy = await router.play(Request("/v1/responses", [body], headers=ALICE), answer, modes)
+    assert (envoy.upstream.node, envoy.upstream.body) == (D2, body)
+    foreign = await router.play(Request("/v1/responses", [body], headers=BOB), answer, modes)
+    assert (foreign.client.status, foreign.answered) == (404, True)
     assert len(router.asks) == asked
     assert router.outcomes() == {"first_turn": 1, "decode_alone": 2}
 

@@ -38,6 +38,7 @@ NAMES = {
     "kvreturn_handles_missing_total",
     "kvreturn_frees_total",
     "kvreturn_live_streams",
+    "kvreturn_live_turns",
     "kvreturn_oversize_events_total",
     "kvreturn_prefill_blocks_stranded_total",
     "kvreturn_prefill_duration_seconds",
@@ -45,6 +46,7 @@ NAMES = {
     "kvreturn_prefill_retries_total",
     "kvreturn_prompt_tokens_total",
     "kvreturn_read_back_tokens_total",
+    "kvreturn_requests_refused_total",
     "kvreturn_return_duration_seconds",
     "kvreturn_prefill_saved_seconds_total",
     "kvreturn_return_choices_total",
@@ -56,6 +58,7 @@ NAMES = {
     "kvreturn_sessions_bytes",
     "kvreturn_sessions_evicted",
     "kvreturn_sessions_expired",
+    "kvreturn_sessions_over_limit_total",
     "kvreturn_store_breaker_open",
     "kvreturn_store_duration_seconds",
     "kvreturn_store_errors_total",
@@ -209,15 +212,15 @@ async def test_one_line_for_each_turn(caplog: pytest.LogCaptureFixture) -> None:
     first, second, refused = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
     assert first == (
         "outcome=first_turn api=chat model=m status=200 prompt=114 read=- local=0 returned=- prefill_ms=125.0 "
-        "first_byte_ms=125.0 retries=0 fallback=False captured=True return=-"
+        "first_byte_ms=125.0 retries=0 fallback=False captured=True return=- session=-"
     )
     assert second == (
         "outcome=hit api=chat model=m status=200 prompt=114 read=160 local=0 returned=- prefill_ms=125.0 "
-        "first_byte_ms=375.0 retries=0 fallback=False captured=True return=-"
+        "first_byte_ms=375.0 retries=0 fallback=False captured=True return=- session=-"
     )
     assert refused == (
         "outcome=rejected api=chat model=- status=400 prompt=- read=- local=- returned=- prefill_ms=0.0 "
-        "first_byte_ms=- retries=0 fallback=False captured=False return=- error=400"
+        "first_byte_ms=- retries=0 fallback=False captured=False return=- session=- error=400"
     )
 
 

@@ -130,3 +130,16 @@ def test_an_address_named_twice_is_one_node(clock: Clock) -> None:
     pool = Pool([A, A, B], clock)
     pool.started(A, 1)
     assert pool.choose() == B
+
+
+def test_a_node_that_is_only_a_hint_must_not_be_much_busier_than_the_idlest(pool: Pool, clock: Clock) -> None:
+    for node, load in ((A, 110), (B, 20), (C, 10)):
+        pool.started(node, load)
+    assert pool.choose(prefer=A, slack=100) == A
+    assert pool.choose(prefer=A, slack=99) == C
+    assert pool.choose(prefer=A) == A
+    pool.unreachable(C)
+    assert pool.choose(prefer=A, slack=90) == A  # one that cannot be reached is no alternative
+    clock.now += 1
+    assert pool.choose(prefer=A, slack=90) == C
+    assert pool.choose(prefer="10.0.0.9:8000", slack=0) == C

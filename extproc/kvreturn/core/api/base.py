@@ -9,12 +9,17 @@ from typing import Any, ClassVar
 from kvreturn.core.fingerprint import Trail
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 
-_MAX_ITEMS = 50_000
+HISTORY = 50_000
+"""Messages of the longest request, if nothing else is set."""
 _APART = ("cache_read_input_tokens", "cache_creation_input_tokens")
 
 
 class BadRequestError(ValueError):
     """The client's request cannot be processed; the message tells the client why."""
+
+
+class TooLongError(BadRequestError):
+    """The request holds more messages than are taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,25 +126,29 @@ class API(abc.ABC):
         path: of its requests.
         tokenize: members of a request that vLLM's `/tokenize` takes too.
         keeps: whether nodes may keep responses, to be asked for by their id.
+        ours: members of a request that are not for nodes, whatever the client means by them.
     """
 
     name: ClassVar[str]
     path: ClassVar[str]
     tokenize: ClassVar[Collection[str]] = ()
     keeps: ClassVar[bool] = False
+    ours: ClassVar[Collection[str]] = ("conversation_id",)
 
     @abc.abstractmethod
-    def read(self, body: ObjectText, *, strict: bool) -> Prompt:
+    def read(self, body: ObjectText, *, strict: bool, longest: int = HISTORY) -> Prompt:
         """Read a request.
 
         Args:
             body: the client's body.
+            longest: how many messages or input items it may hold.
             strict: two prompts share items only if nothing at all speaks against equal token prefixes (proof level
                 `trusted`). Otherwise tokens are compared later, and items leave out what clients change when they
                 replay an answer.
 
         Raises:
             BadRequestError: the prompt is missing or has no shape the API knows.
+            TooLongError: it holds too many messages.
         """
 
     @abc.abstractmethod
@@ -172,7 +181,11 @@ class API(abc.ABC):
 
 
 def prefill_edit(
-    body: ObjectText, params: bytes, limits: Sequence[str], more: Mapping[str, bytes] | None = None
+    body: ObjectText,
+    params: bytes,
+    limits: Sequence[str],
+    more: Mapping[str, bytes] | None = None,
+    drop: Collection[str] = (),
 ) -> bytes:
     """What all APIs have in common on the P leg (protocol.md, "One turn, on the wire", 1).
 
@@ -181,10 +194,11 @@ def prefill_edit(
         params: raw `kv_transfer_params`.
         limits: names of the API's output limits; the first is set to 1, the others where the client sent them.
         more: further raw members to set.
+        drop: names of further members to drop.
     """
     put = {"stream": b"false", limits[0]: b"1", "kv_transfer_params": params, **(more or {})}
-    put |= {name: b"1" for name in [*limits[1:], "n"] if name in body}
-    return body.edit(drop=_PREFILL_DROPS, put=put)
+    put |= {name: b"1" for name in [*limits[1:], "n"] if name in body and name not in drop}
+    return body.edit(drop=_PREFILL_DROPS.union(drop), put=put)
 
 
 _PREFILL_DROPS = frozenset(
@@ -212,6 +226,7 @@ NOT_SHAPING = frozenset(
         *("parallel_tool_calls", "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "allowed_token_ids"),
         *("bad_words", "repetition_detection", "thinking_token_budget"),
         *("max_output_tokens", "max_tool_calls", "include", "stop_sequences", "session_id"),
+        *("litellm_session_id", "litellm_metadata", "conversation_id"),
     }
 )
 
@@ -243,22 +258,24 @@ def read_common(body: ObjectText) -> tuple[int, bool]:
     return choices, load(body, "stream") not in (None, False)
 
 
-def read_list(body: ObjectText, name: str, also: str = "") -> list[dict[str, Any]]:
+def read_list(body: ObjectText, name: str, also: str = "", *, longest: int = HISTORY) -> list[dict[str, Any]]:
     """The list of objects that makes the prompt.
 
     Args:
         body: the request.
         name: of the member.
         also: what else it may be, for the error's text.
+        longest: how many objects it may hold.
 
     Raises:
-        BadRequestError: it is missing, empty, too long, or no list of objects.
+        BadRequestError: it is missing, empty, or no list of objects.
+        TooLongError: it holds too many.
     """
     value = load(body, name)
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
         raise BadRequestError(f"`{name}` must be {also}a list of at least one object")
-    if len(value) > _MAX_ITEMS:
-        raise BadRequestError(f"`{name}` holds {len(value)} objects; at most {_MAX_ITEMS} are taken")
+    if len(value) > longest:
+        raise TooLongError(f"`{name}` holds {len(value)} objects; at most {longest} are taken (limits.history)")
     return value
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvreturn.core.api.base import (
     API,
+    HISTORY,
     Answer,
     Prompt,
     prefill_edit,
@@ -37,9 +38,9 @@ class Chat(API):
     path = "/v1/chat/completions"
     tokenize = _TOKENIZE
 
-    def read(self, body: ObjectText, *, strict: bool) -> Prompt:
+    def read(self, body: ObjectText, *, strict: bool, longest: int = HISTORY) -> Prompt:
         """See `API.read`."""
-        messages = read_list(body, "messages")
+        messages = read_list(body, "messages", longest=longest)
         model, (choices, stream) = read_model(body), read_common(body)
         text = not any(_multimodal(m) for m in messages)
         root: list[Any] = [self.name, model, body.load("cache_salt")]

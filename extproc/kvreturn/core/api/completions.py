@@ -8,6 +8,7 @@ from typing import Any
 
 from kvreturn.core.api.base import (
     API,
+    HISTORY,
     Answer,
     BadRequestError,
     Prompt,
@@ -35,9 +36,9 @@ def prefill_tokens(body: ObjectText, tokens: Sequence[int], params: bytes) -> by
 
     P would render messages once more, later than its `/tokenize` did: with a date in the template, another prompt.
     """
-    kept = ObjectText(body.without({m.name for m in body.members} - _KEPT))
+    others = {m.name for m in body.members} - _KEPT
     prompt = json.dumps(tokens, separators=(",", ":")).encode()
-    return prefill_edit(kept, params, ("max_tokens",), {"prompt": prompt})
+    return prefill_edit(body, params, ("max_tokens",), {"prompt": prompt}, others)
 
 
 class Completions(API):
@@ -47,8 +48,9 @@ class Completions(API):
     path = "/v1/completions"
     tokenize = ("model", "prompt", "add_special_tokens")
 
-    def read(self, body: ObjectText, *, strict: bool) -> Prompt:
+    def read(self, body: ObjectText, *, strict: bool, longest: int = HISTORY) -> Prompt:
         """See `API.read`."""
+        del longest  # a prompt has no messages
         prompt = _prompt(body)
         model, (choices, stream) = read_model(body), read_common(body)
         root: list[Any] = [self.name, model, body.load("cache_salt"), isinstance(prompt, str)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvreturn.core.api.base import (
     API,
+    HISTORY,
     Answer,
     Prompt,
     load,
@@ -39,9 +40,9 @@ class Messages(API):
     name = "messages"
     path = "/v1/messages"
 
-    def read(self, body: ObjectText, *, strict: bool) -> Prompt:
+    def read(self, body: ObjectText, *, strict: bool, longest: int = HISTORY) -> Prompt:
         """See `API.read`."""
-        messages = read_list(body, "messages")
+        messages = read_list(body, "messages", longest=longest)
         system = load(body, "system")
         model, (_, stream) = read_model(body), read_common(body)
         root: list[Any] = [self.name, model, load(body, "cache_salt")]

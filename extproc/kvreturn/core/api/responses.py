@@ -6,6 +6,7 @@ from typing import Any
 
 from kvreturn.core.api.base import (
     API,
+    HISTORY,
     Answer,
     Prompt,
     load,
@@ -40,10 +41,12 @@ class Responses(API):
     name = "responses"
     path = "/v1/responses"
     keeps = True
+    # The node keeps the response under the id that the client may choose with `request_id`: also over another's.
+    ours = (*API.ours, "request_id")
 
-    def read(self, body: ObjectText, *, strict: bool) -> Prompt:
+    def read(self, body: ObjectText, *, strict: bool, longest: int = HISTORY) -> Prompt:
         """See `API.read`."""
-        items = _input(body)
+        items = _input(body, longest)
         model, (_, stream) = read_model(body), read_common(body)
         root: list[Any] = [self.name, model, load(body, "cache_salt")]
         if strict:
@@ -66,8 +69,7 @@ class Responses(API):
     def prefill_body(self, body: ObjectText, params: bytes, *, ids: bool) -> bytes:
         """See `API.prefill_body`. P keeps no response: nobody would ask it for one."""
         del ids
-        text = ObjectText(body.without(_PREFILL_DROPS))
-        return prefill_edit(text, params, ("max_output_tokens",), {"store": b"false"})
+        return prefill_edit(body, params, ("max_output_tokens",), {"store": b"false"}, _PREFILL_DROPS)
 
     def answer(self) -> Answer:
         """See `API.answer`."""
@@ -105,13 +107,13 @@ class ResponsesAnswer(Answer):
         return _canonical(items, strict=strict)
 
 
-def _input(body: ObjectText) -> list[dict[str, Any]]:
+def _input(body: ObjectText, longest: int) -> list[dict[str, Any]]:
     value = load(body, "input")
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if value == []:  # behind what is stored, nothing new is needed; elsewhere the node says what it thinks of it
         return []
-    return read_list(body, "input", "a text or ")
+    return read_list(body, "input", "a text or ", longest=longest)
 
 
 def _alone(body: ObjectText) -> str | None:
