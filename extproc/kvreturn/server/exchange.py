@@ -275,7 +275,7 @@ class Exchange:
         status, node = int(headers.get(":status", "0") or 0), read_upstream(message) or self._route
         if self._record:
             self._record.responded(status, node)
-            self._keeper = node if self._api.keeps and status == _OK else None
+            self._keeper = node if self._record.kept and status == _OK else None
         changes = Headers(remove=foreign_headers(headers))
         try:
             decoder = content_decoder(headers.get("content-encoding", "").strip().lower(), limits.response_bytes)

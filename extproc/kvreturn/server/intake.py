@@ -19,7 +19,8 @@ _ASCII_BASED = frozenset({"utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "l
 # The name of a member of transfer parameters, or a letter or underscore that is written as an escape: nobody does that
 # who has nothing to hide, and in the bytes of a file it comes up once in a few terabytes.
 _HIDDEN_IN_FORM = re.compile(rb"transfer_params|\\u00[4-7][0-9A-Fa-f]")
-_JSON = re.compile(r"application/(?:[^\s;,/]+\+)?json\b", re.IGNORECASE)
+# As wide as Python's email.message, by which FastAPI tells.
+_JSON = re.compile(r"\s*application/(?:[^;/]*\+)?json\b", re.IGNORECASE)
 
 
 def turn_api(headers: Mapping[str, str]) -> API | None:

@@ -73,6 +73,11 @@ class TurnRecord:
         self._ended = False
         self._closed = False
 
+    @property
+    def kept(self) -> bool:
+        """Whether D keeps the response, so that the client may ask for it."""
+        return self._turn.api.keeps and self._turn.body.load("store") is not False
+
     @contextmanager
     def prefill_leg(self) -> Iterator[Mapping[str, str]]:
         """Times a request to a prefill node. Gives the headers that make the node's spans part of the trace."""

@@ -76,22 +76,27 @@ class PrefillClient:
             async with asyncio.timeout(share if ask.within is None else min(share, ask.within)):
                 reply = await self._post(node, ask, headers)
         except aiohttp.ConnectionTimeoutError:
-            self._pool.unreachable(node)
+            self._missed(node, ask)
             return Reply(node, failure=Failure.CONNECT)
         except TimeoutError:
             # Without outstanding tokens a node that hangs would look like the idlest one, turn after turn.
-            self._pool.unreachable(node)
+            self._missed(node, ask)
             return Reply(node, failure=Failure.TIMEOUT)
         except (aiohttp.ClientError, OSError):
-            self._pool.unreachable(node)
+            self._missed(node, ask)
             return Reply(node, failure=Failure.CONNECT)
         finally:
             self._pool.finished(node, ask.tokens)
         if self._through and reply.status == 503 and reply.body.startswith(_ENVOY_LOCAL):  # noqa: PLR2004
-            self._pool.unreachable(node)
+            self._missed(node, ask)
             return Reply(node, failure=Failure.CONNECT)
         self._pool.reachable(node)
         return reply
+
+    def _missed(self, node: str, ask: Ask) -> None:
+        """The node did not answer. What goes on behind the turns (`only`) does not take it from them."""
+        if not ask.only:
+            self._pool.unreachable(node)
 
     async def _post(self, node: str, ask: Ask, headers: Mapping[str, str]) -> Reply:
         assert self._session

@@ -1,5 +1,6 @@
 """A pool of nodes: choosing one, and keeping away from one that cannot be reached."""
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ class _Node:
     load: int = 0
     failures: int = 0
     out_until: float = 0.0
+    chosen: int = 0
 
 
 class Pool:
@@ -28,6 +30,7 @@ class Pool:
         self._nodes = {a: _Node(a) for a in addresses}
         self._named = not all(is_ip(split_address(a)[0]) for a in self._nodes)
         self._clock = clock
+        self._choices = itertools.count(1)
 
     def __contains__(self, address: object) -> bool:
         """Whether the node is in the pool, reachable or not.
@@ -40,17 +43,24 @@ class Pool:
         """The address of a node: the preferred one if it is well, else the one with the least outstanding tokens.
 
         A node that failed lately is chosen only if there is no other, and `avoid` only if it is the last one. With
-        `slack`, the preferred one must not have more outstanding tokens than the idlest one and so many.
+        `slack`, the preferred one must not have more outstanding tokens than the idlest one and so many. Of equals it
+        is the one that was not chosen for longest, so that idle nodes all get to keep some conversations.
         """
+        if self._named and prefer is not None and prefer not in self._nodes and prefer != avoid:
+            return prefer  # an address behind one of the names, which Envoy told, and knows
         now = self._clock()
         least = min((n.load for n in self._nodes.values() if n.out_until <= now), default=0)
         if slack is not None and prefer is not None and self.load(prefer) > least + slack:
             prefer = None
 
-        def rank(node: _Node) -> tuple[bool, bool, bool, int]:
-            return node.address == avoid, node.out_until > now, node.address != prefer, node.load
+        def rank(node: _Node) -> tuple[bool, bool, bool, int, int]:
+            return node.address == avoid, node.out_until > now, node.address != prefer, node.load, node.chosen
 
-        return min(self._nodes.values(), key=rank).address if self._nodes else None
+        if not self._nodes:
+            return None
+        node = min(self._nodes.values(), key=rank)
+        node.chosen = next(self._choices)
+        return node.address
 
     def load(self, address: str) -> int:
         """Tokens of the requests that the node has not answered yet, about."""

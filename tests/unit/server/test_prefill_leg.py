@@ -307,7 +307,7 @@ async def test_what_envoy_says_itself_is_not_taken_for_the_nodes_answer(body: by
         async with client:
             reply = await client.ask(Ask("/v1/completions", b"{}"), {}, 1)
         assert (reply.node, reply.failure) == ("10.0.0.1:8100", failure)
-        assert pool.choose() == ("10.0.0.3:8100" if failure else "10.0.0.1:8100")
+        assert pool.choose(prefer="10.0.0.1:8100") == ("10.0.0.3:8100" if failure else "10.0.0.1:8100")
 
 
 async def test_load_is_outstanding_tokens() -> None:

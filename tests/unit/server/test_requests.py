@@ -70,6 +70,7 @@ SCRUBBED = [
     ("/v1/embeddings", None),  # FastAPI takes a body without a content-type for JSON
     ("/v1/messages/count_tokens", "application/json; charset=utf-8"),
     ("/v1/embeddings", "application/vnd.api+json"),
+    ("/v1/embeddings", "application/a,b c+json; charset=utf-8"),
     ("/v1/chat/completions/", "application/json"),
     ("/v1/embeddings", "Application/JSON"),  # vLLM compares without case
     ("/v1/embeddings", ""),

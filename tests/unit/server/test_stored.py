@@ -142,6 +142,15 @@ async def test_an_error_has_no_owner_and_shows_no_quoted_parameters(status: int)
     assert router.records == 0
 
 
+async def test_a_response_that_is_not_stored_has_no_owner() -> None:
+    router = harness(pools=POOLS)
+    body = compact({"model": "m", "input": "Hi", "stream": True, "store": False})
+    await router.play(
+        Request("/v1/responses", [body], headers=ALICE), Response(response_events(), headers=SSE, node=D2)
+    )
+    assert await router.world.owner(router.world.scope(ALICE), "resp_1") is None
+
+
 async def test_owners_are_forgotten_after_a_day_and_bounded() -> None:
     clock = Clock()
     router = harness(clock=clock, store={"max_entries": 2}, pools=POOLS)

@@ -60,8 +60,8 @@ def test_a_preferred_node_that_is_not_in_the_pool_changes_nothing(pool: Pool) ->
 
 
 def test_a_node_to_avoid_is_chosen_only_when_it_is_the_last(pool: Pool, clock: Clock) -> None:
-    for node in (B, C):
-        pool.started(node, 1000)
+    for node, load in ((B, 1000), (C, 1001)):
+        pool.started(node, load)
     assert pool.choose(avoid=A) == B
     assert pool.choose(prefer=A, avoid=A) == B
     pool.unreachable(B)
@@ -78,10 +78,12 @@ def test_a_node_that_failed_lately_is_chosen_only_when_all_did(pool: Pool) -> No
     pool.unreachable(B)
     pool.unreachable(C)
     assert pool.choose(prefer=A) == A
+    pool.started(C, 1)
     assert pool.choose() == A
 
 
 def test_a_node_is_out_longer_each_time_in_a_row(pool: Pool, clock: Clock) -> None:
+    pool.started(C, 1)
     for seconds in (1.0, 2.0, 5.0, 10.0, 30.0, 30.0, 30.0):
         pool.unreachable(A)
         clock.now += seconds - 0.01
@@ -124,6 +126,16 @@ def test_which_nodes_are_in_the_pool(pool: Pool, clock: Clock) -> None:
     assert 5 not in pool
     # Envoy tells IP addresses. Of nodes known by name, nobody can say that an address is not one of them.
     assert "10.9.9.9:1" in Pool(["vllm-0.example.org:8000", A], clock)
+
+
+def test_idle_nodes_take_turns(pool: Pool) -> None:
+    assert [pool.choose() for _ in range(6)] == [A, B, C, A, B, C]
+
+
+def test_behind_a_name_the_address_that_envoy_told_is_preferred(clock: Clock) -> None:
+    pool = Pool(["vllm.example.org:8000"], clock)
+    assert pool.choose(prefer="10.9.9.9:8000") == "10.9.9.9:8000"
+    assert pool.choose(prefer="10.9.9.9:8000", avoid="10.9.9.9:8000") == "vllm.example.org:8000"
 
 
 def test_an_address_named_twice_is_one_node(clock: Clock) -> None:
