@@ -145,7 +145,7 @@ async def test_an_immediate_response_after_the_response_began() -> None:
 
 
 async def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extproc, "SILENCE", 0.02)
+    monkeypatch.setattr(Envoy, "silence", 0.02)
     stream = Scripted()
     monkeypatch.setattr(stream, "receive", lambda: asyncio.sleep(1))
     with pytest.raises(ContractError, match="silence"):
