@@ -161,7 +161,7 @@ class _Observer:
         looks = round(phase.seconds / _LOOK)
         for _ in range(looks):
             await asyncio.sleep(_LOOK)
-            part.pinned.append(self._d.blocks().pinned / self._d.config.num_blocks)
+            part.pinned.append(len(self._d.engine.holds.held("pin")) / self._d.config.num_blocks)
             run.timeline.append((asyncio.get_running_loop().time() - begun, self._choices() - at_start))
         after = self._p.stats
         part.turns = len(self._turns)

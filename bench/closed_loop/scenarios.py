@@ -16,7 +16,7 @@ TIMING = Timing(
     transfer_rate=10e9,
     bytes_per_token=131_072 * SCALE,
 )
-_BLOCK = 16 // SCALE
+_BLOCK = 32 // SCALE
 _THRESHOLD = 64 // SCALE  # vLLM's kv_recompute_threshold
 MEAN_CONVERSATION = 1_000  # simulated tokens: what an agent's conversation has on D at an average turn
 

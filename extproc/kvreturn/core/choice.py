@@ -22,6 +22,9 @@ in the order in which they are asked (docs/return.md has them as a table; core/s
 
 Of what `wasted`, `default` and `evicted` keep back, one turn in twenty is returned all the same (`exploring`), or
 nothing would ever show that they have become untrue. Pressure needs no trials: the nodes tell when it eases.
+
+A choice for lazy lasts as long as D has room. Once D is starved or full, what was left there goes back too, the oldest
+first: a new turn's return frees its own blocks only, and conversations that are over keep theirs for minutes.
 """
 
 from dataclasses import dataclass, field
@@ -160,6 +163,19 @@ class Chooser:
         decode.feel(moment.decode, now)
         prefill.last = self._auto(moment, prefill.standing, decode)
         return prefill.last
+
+    def recalls(self, prefill_node: str, decode_node: str, decode: Pressure, now: float) -> bool:
+        """Whether a turn that was left on D is to go back after all, by the rules that hold for one that ends now.
+
+        Args:
+            prefill_node: address of the P that would get it.
+            decode_node: address of the D that holds it.
+            decode: that D's pressure.
+            now: monotonic seconds.
+        """
+        standing = self._decode.of(decode_node)
+        standing.feel(decode, now)
+        return standing.starved.on or (standing.full.on and not self._prefill.of(prefill_node).standing.pressed.on)
 
     def learned(self, node: str, finish_reason: str | None, fate: Fate, now: float) -> None:
         """Tell what became of a return, once for each.

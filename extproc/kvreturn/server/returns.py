@@ -15,8 +15,9 @@ from opentelemetry.trace import Span
 
 from kvreturn.core import wire
 from kvreturn.core.api.completions import Completions
-from kvreturn.core.choice import Choice, Chooser, Fate, Moment
+from kvreturn.core.choice import Choice, Chooser, Fate, Moment, Pressure
 from kvreturn.core.handle import HandleError, read_handle
+from kvreturn.core.left import Left, LeftTurns
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Ask, Awaited, Failure, Put, Record, Reply
 from kvreturn.core.prefill import PrefillAnswer, read_prefill
@@ -34,7 +35,9 @@ _FREE_SECONDS = 5.0
 _FREES = 8  # at a time
 _LOOK = 0.02  # seconds between looks at a busy prefill node
 _OK = 200
+_ARRIVED = {"returned", "computed"}
 _UNUSED, _UNSEEN = 600.0, 10_000  # seconds after which nobody comes for a return any more; how many are watched
+_FINAL = {"small", "slow_link"}  # why a turn stays on D even if that has no room
 _LARGE = 4096  # token ids from which on they are compared in a thread
 
 
@@ -57,6 +60,7 @@ class Returns:
         self._running: dict[bytes, asyncio.Future[str | None]] = {}
         self._closed = False
         self._unseen: OrderedDict[bytes, tuple[str, str | None, float]] = OrderedDict()  # nobody has come for them yet
+        self._left = LeftTurns()
         self.chooser = Chooser()
 
     @property
@@ -77,13 +81,20 @@ class Returns:
         Returns:
             What was chosen, and by which rule; None if there was nothing to choose.
         """
-        job, settings = put.job, self._settings
+        job = put.job
         if job is None or self._closed:
             return None
         choice = self._choose(job)
-        if not choice.eager:
-            return f"lazy({choice.why})"
-        result = None
+        if choice.eager:
+            obstacle = self._start(job, put.record, ticket, watched=True)
+            return f"lazy({obstacle})" if obstacle else f"eager({choice.why})"
+        if choice.why not in _FINAL:
+            self._left.add(Left(ticket, job, put.record))
+        return f"lazy({choice.why})"
+
+    def _start(self, job: Job, record: Record, ticket: bytes, *, watched: bool) -> str | None:
+        """Return it, and learn from what becomes of it if it is `watched`. Returns why not, if there is too much."""
+        settings, result = self._settings, None
         if job.handle.tokens > settings.max_tokens:
             result = "too_large"
         elif self._waiting >= settings.queue:
@@ -92,9 +103,26 @@ class Returns:
             result = "tenant_limit"
         if result:
             self._world.metrics.returns.labels(result).inc()
-            return f"lazy({result})"
-        self._spawn(self._run(job, put.record, ticket))
-        return f"eager({choice.why})"
+        else:
+            self._spawn(self._run(job, record, ticket, watched=watched))
+        return result
+
+    def felt(self, node: str, pressure: Pressure) -> None:
+        """A node has told how pressed it is. What was left on a D without room goes back, a little with each look."""
+        for _ in range(self._settings.concurrency):
+            left = self._left.oldest(node)
+            if not left or self._closed:
+                return
+            if not self.chooser.recalls(left.job.prefill_node, node, pressure, self._world.clock()):
+                return
+            self._left.drop(left.ticket)
+            self._world.metrics.recalls.inc()
+            # Nobody has come for it so far: that tells nothing of other turns that end so.
+            self._start(left.job, left.record, left.ticket, watched=False)
+
+    def taken(self, ticket: bytes) -> None:
+        """The next turn has this record."""
+        self._left.drop(ticket)
 
     def _choose(self, job: Job) -> Choice:
         """Whether a turn's KV is to go back at once."""
@@ -132,13 +160,15 @@ class Returns:
         if seen:
             self.chooser.learned(seen[0], seen[1], fate, self._world.clock())
 
-    async def _run(self, job: Job, record: Record, ticket: bytes) -> None:
+    async def _run(self, job: Job, record: Record, ticket: bytes, *, watched: bool) -> None:
         self._tenants[job.tenant] += 1
         result = "cancelled"
         span = self._world.tracing.after(record.trace, "return", {"kvreturn.tokens.held": job.handle.tokens})
         try:
             async with self._turn_of(job) as ready:
                 result = await self._send(job, record, ticket, span) if ready else "busy"
+            if watched and result in _ARRIVED:
+                self._unseen[ticket] = job.prefill_node, job.finish_reason, self._world.clock()
         except ReturnError as e:
             result = e.reason
         finally:
@@ -205,10 +235,9 @@ class Returns:
             )
             result = _result(form, reply, job.prefill_node)
             world.metrics.return_seconds.observe(world.clock() - begun)
-            if result in {"returned", "computed"}:
+            if result in _ARRIVED:
                 world.metrics.returned_tokens.inc(job.handle.tokens)
                 await world.replace(ticket, back)
-                self._unseen[ticket] = job.prefill_node, job.finish_reason, world.clock()
             else:
                 await world.replace(ticket, replace(back, returned=0, reason=Outcome.RETURN_FAILED))
                 # A P that was left while it waited for room has told D nothing. And should it read after all: what it
@@ -216,7 +245,7 @@ class Returns:
                 self.free(record)
         finally:
             del self._running[ticket]
-            done.set_result(None if result in {"returned", "computed"} else result)
+            done.set_result(None if result in _ARRIVED else result)
         return result
 
     def _body(self, form: Form, job: Job) -> bytes:

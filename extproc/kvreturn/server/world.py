@@ -130,7 +130,10 @@ class World:
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """Take from the store, within its deadline."""
-        return await self.guard.take(keys)
+        taken = await self.guard.take(keys)
+        if taken.ticket is not None:
+            self.returns.taken(taken.ticket)
+        return taken
 
     async def put(self, put: Put) -> bytes | None:
         """Put into the store, within its deadline. Returns the ticket if it is there."""
