@@ -62,15 +62,20 @@ class Gateway:
         asked = loop.time()
         body = json.dumps({"model": "sim", "messages": messages, "tools": TOOLS, "stream": True}).encode()
         headers = {"content-type": "application/json", "authorization": f"Bearer agent-{agent}"}
-        envoy = _Envoy(LocalStream(self._service), Modes())
-        first = asked
-        if await envoy.request(Request(_PATH, [body], headers=headers)):
-            up = {k: v for k, v in (envoy.upstream.headers or {}).items() if not k.startswith(":")}
-            url = f"http://{self._decode}{_PATH}"
-            async with self._session.post(url, data=envoy.upstream.body, headers=up) as response:
-                first = await envoy.relay(response, self._decode)
-        await envoy.finish()
+        stream = LocalStream(self._service)
+        envoy, first = _Envoy(stream, Modes()), None
+        try:
+            if await envoy.request(Request(_PATH, [body], headers=headers)):
+                up = {k: v for k, v in (envoy.upstream.headers or {}).items() if not k.startswith(":")}
+                url = f"http://{self._decode}{_PATH}"
+                async with self._session.post(url, data=envoy.upstream.body, headers=up) as response:
+                    first = await envoy.relay(response, self._decode)
+            await envoy.finish()
+        except asyncio.CancelledError:
+            stream.cancel()
+            await asyncio.gather(stream.task, return_exceptions=True)
+            raise
         told = Told(envoy.client.status, envoy.client.body, stream=True, whole=envoy.client.ended)
         message = told.answer(0).message if told.complete else None
         failure = "" if message else str(told.status) if told.status != 200 else "incomplete"  # noqa: PLR2004
-        return Turn(asked, first - asked, loop.time(), message, failure)
+        return Turn(asked, (loop.time() if first is None else first) - asked, loop.time(), message, failure)
