@@ -75,7 +75,7 @@ class Scenario:
     prefill_room: float
     decode_room: float
     phases: tuple[Phase, ...]
-    warm_up: float = 60.0
+    warm_up: float = 40.0
 
     def nodes(self, way: Way) -> tuple[NodeConfig, NodeConfig]:
         """Settings of P and of D."""
@@ -109,12 +109,12 @@ def _blocks(conversations: float) -> int:
 
 
 SCENARIOS = {
-    "A": Scenario("D under pressure: KV for 8 conversations, 24 active", 48, 8, (Phase("all", 300.0, 24),)),
+    "A": Scenario("D under pressure: KV for 8 conversations, 24 active", 48, 8, (Phase("all", 180.0, 24),)),
     "B": Scenario(
-        "P under pressure: prefix cache for 8 conversations; 24 active, then 4, then 24 again",
+        "P under pressure: KV for 8 conversations; 24 active, then 4, then 24 again",
         8,
         64,
-        (Phase("small", 300.0, 24), Phase("eased", 600.0, 4), Phase("small again", 300.0, 24)),
+        (Phase("small", 180.0, 24), Phase("eased", 300.0, 4), Phase("small again", 180.0, 24)),
     ),
-    "C": Scenario("calm: room for all 12 conversations on both", 64, 64, (Phase("all", 300.0, 12),)),
+    "C": Scenario("calm: room for all 12 conversations on both", 64, 64, (Phase("all", 180.0, 12),)),
 }

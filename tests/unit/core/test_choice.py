@@ -72,7 +72,8 @@ def test_the_gap_is_held_against_the_time_that_d_keeps_these_blocks() -> None:
         (pressed(0.7, waiting=1, pinned=0.09), (False, "default")),  # not for want of what is pinned
         (pressed(0.7, waiting=1, pinned=None), (True, "decode_pressure")),
         (pressed(0.5, pinned=0.39), (False, "default")),
-        (pressed(0.5, pinned=0.4), (True, "decode_pressure")),
+        (pressed(0.5, pinned=0.4), (True, "decode_pins")),
+        (pressed(0.85, pinned=0.4), (True, "decode_pressure")),
     ],
 )
 def test_a_decode_node_short_of_blocks_makes_it_eager(decode: Pressure, want: tuple[bool, str]) -> None:
