@@ -1,7 +1,8 @@
 """`return: lazy`, `eager` and `auto` under pressure: agents in a closed loop, through the router, to P and D.
 
-The router is the real one, from ext_proc messages to prefill legs. Simulated are the nodes (kvreturn.sim: blocks, prefix
-caches, pins, timing), Envoy (a few lines that speak its protocol), the agents, and time: it jumps from event to event.
+The router is the real one, from ext_proc messages to prefill legs. Simulated are the nodes (kvreturn.sim: blocks,
+prefix caches, pins, timing), Envoy (a few lines that speak its protocol), the agents, and time: it jumps from event to
+event.
 
 usage: python bench/returns.py [--scenario A] [--seeds 3] [--json FILE] [--plot FOLDER] [--write docs/return.md]
 """
@@ -76,16 +77,10 @@ def _page(name: str, runs: dict[str, list[Run]]) -> str:
     lines = [f"### {name}. {scenario.title}", ""]
     for i, phase in enumerate(scenario.phases):
         found = tables.ratios(runs, i)
-        lines += [
-            f"{phase.name}, {phase.agents} agents, {phase.seconds:g} s; medians of {seeds} runs, tokens per turn, of which "
-            f"one stands for {SCALE}:",
-            "",
-            *tables.of_ways(runs, i),
-            "",
-            f"auto over the better of lazy and eager, turns/s: median {statistics.median(found):.2f}, "
-            f"least {min(found):.2f} (at least {tables.ALLOWED:g} is required).",
-            "",
-        ]
+        what = f"*{phase.name}*, {phase.agents} agents, {phase.seconds:g} s; medians of {seeds} runs. Tokens are per turn;"
+        bound = f"median {statistics.median(found):.2f}, least {min(found):.2f}; {tables.ALLOWED:g} is required."
+        lines += [f"{what} one stands for {SCALE}.", "", *tables.of_ways(runs, i), ""]
+        lines += [f"Turns/s of auto over those of the better of lazy and eager: {bound}", ""]
     return "\n".join([*lines, *tables.of_choices(runs), ""])
 
 

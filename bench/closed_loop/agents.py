@@ -60,7 +60,7 @@ async def agent(number: int, seed: int, ask: Ask, active: Callable[[int], Awaita
         ask: sends a request.
         active: waits until the agent may work.
     """
-    rng = random.Random(f"{seed} {number}")
+    rng = random.Random(f"{seed} {number}")  # noqa: S311 - no secret
     await asyncio.sleep(rng.uniform(0.0, _USER_SECONDS))
     while True:
         await active(number)
@@ -69,7 +69,7 @@ async def agent(number: int, seed: int, ask: Ask, active: Callable[[int], Awaita
             turn = await ask(number, messages)
             if turn.message is None:
                 break
-            calls = turn.message.get("tool_calls") or ()
+            calls = turn.message.get("tool_calls") or []
             if not calls and rng.random() >= _GOES_ON:
                 break
             messages = [*messages, turn.message, *_replies(rng, calls)]

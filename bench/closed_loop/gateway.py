@@ -5,13 +5,13 @@ import json
 import math
 
 import aiohttp
+from closed_loop.agents import TOOLS, Message, Turn
+
+from kvreturn.server.service import ExternalProcessor
 from property.verdict import Told
 from support.extproc import Envoy, Modes, Request
 from support.messages import body_message, headers_message
 from support.streams import LocalStream
-
-from closed_loop.agents import TOOLS, Message, Turn
-from kvreturn.server.service import ExternalProcessor
 
 _PATH = "/v1/chat/completions"
 

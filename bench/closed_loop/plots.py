@@ -3,13 +3,13 @@
 from collections import Counter
 from pathlib import Path
 
-from matplotlib.figure import Figure  # no pyplot: it would keep every figure
-
 from closed_loop.running import Run
 from closed_loop.scenarios import Scenario
+from matplotlib.figure import Figure  # no pyplot: it would keep every figure
 
 _STEP = 30.0  # seconds of virtual time in one bar
-_EAGER = {"tool_calls": "#1f97ad", "quick_gap": "#6cc3d2", "decode_pressure": "#0b5563", "exploring": "#c9a227"}
+_EAGER = {"tool_calls": "#1f97ad", "quick_gap": "#6cc3d2", "exploring": "#c9a227"}
+_EAGER |= {"decode_pressure": "#0b5563", "decode_pins": "#3d7f73"}
 _LAZY = {"evicted": "#d0702a", "prefill_pressure": "#8c3f0d", "default": "#b9b9b9", "wasted": "#6b6b6b"}
 _OTHER = "#a487c0"
 

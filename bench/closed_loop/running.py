@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-
 from closed_loop import virtual
 from closed_loop.agents import Message, Turn, agent
 from closed_loop.gateway import Gateway
 from closed_loop.scenarios import Phase, Scenario, Way
+
 from kvreturn.config import Settings
 from kvreturn.server.service import ExternalProcessor
 from kvreturn.server.world import World
@@ -37,9 +37,8 @@ class Part:
         first: seconds to the first byte of each turn that did not fail.
         outcomes: of its turns, by the router's word.
         choices: `eager why` or `lazy why` of its turns.
-        computed: prompt tokens that P computed.
-        read: tokens that P read from D.
-        local: prompt tokens that P had in its prefix cache.
+        computed: prompt tokens that P computed, for turns and for returns.
+        read: tokens that P read from D, for turns and for returns.
         pinned: share of D's blocks that were pinned, at each look.
     """
 
@@ -52,7 +51,6 @@ class Part:
     choices: Counts = field(default_factory=Counter)
     computed: int = 0
     read: int = 0
-    local: int = 0
     pinned: list[float] = field(default_factory=list)
 
     @property
@@ -111,11 +109,11 @@ async def _play(scenario: Scenario, way: Way, seed: int) -> Run:
         finally:
             for task in tasks:
                 task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
             await world.returns.drain(0.0)
-            for result in results:
-                if not isinstance(result, asyncio.CancelledError):
-                    raise result
+            for end in ends:
+                if isinstance(end, Exception):  # an agent never ends by itself
+                    raise end
 
 
 class _Observer:
@@ -170,7 +168,6 @@ class _Observer:
         part.outcomes, part.choices = self._outcomes() - outcomes, self._choices() - choices
         part.computed = after.computed_tokens - before.computed_tokens
         part.read = after.read_tokens - before.read_tokens
-        part.local = after.local_tokens - before.local_tokens
         return part
 
     def _outcomes(self) -> Counts:

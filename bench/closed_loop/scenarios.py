@@ -7,7 +7,7 @@ from typing import Any
 from kvreturn.sim import NodeConfig, Timing
 
 SCALE = 8
-"""Real tokens for which one simulated token stands: conversations are as long as real ones, at an eighth of the work."""
+"""Real tokens for which one simulated token stands, so that real conversations take an eighth of the work."""
 
 # An 8B model on one data-centre GPU, and 100 Gb/s between the nodes.
 TIMING = Timing(

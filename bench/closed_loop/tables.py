@@ -17,8 +17,8 @@ ALLOWED = 0.9
 def of_ways(runs: Runs, phase: int) -> list[str]:
     """One line for each way: medians over the seeds of one phase."""
     lines = [
-        "| way | turns/s | failed | TTFT p50 s | p99 s | P computed | P read | P had | D pinned | outcomes |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| way | turns/s | failed | TTFT p50 ms | p99 ms | P computed | P read | D pinned | outcomes |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for way, each in runs.items():
         parts = [run.parts[phase] for run in each]
@@ -26,11 +26,10 @@ def of_ways(runs: Runs, phase: int) -> list[str]:
             way,
             f"{_median(parts, lambda p: p.rate):.2f}",
             f"{sum(p.failures.total() for p in parts)}",
-            f"{_median(parts, lambda p: p.quantile(50)):.2f}",
-            f"{_median(parts, lambda p: p.quantile(99)):.2f}",
+            f"{_median(parts, lambda p: p.quantile(50)) * 1e3:,.0f}",
+            f"{_median(parts, lambda p: p.quantile(99)) * 1e3:,.0f}",
             f"{_median(parts, lambda p: p.computed / p.turns):,.0f}",
             f"{_median(parts, lambda p: p.read / p.turns):,.0f}",
-            f"{_median(parts, lambda p: p.local / p.turns):,.0f}",
             f"{_median(parts, lambda p: statistics.fmean(p.pinned)):.0%}",
             _shares(sum((p.outcomes for p in parts), Counter())),
         ]
@@ -54,8 +53,7 @@ def ratios(runs: Runs, phase: int) -> list[float]:
     """Turns per second of auto over those of the better of lazy and eager, seed by seed."""
     rates = {way: [run.parts[phase].rate for run in each] for way, each in runs.items()}
     return [
-        auto / max(lazy, eager)
-        for auto, lazy, eager in zip(rates["auto"], rates["lazy"], rates["eager"], strict=True)
+        auto / max(lazy, eager) for auto, lazy, eager in zip(rates["auto"], rates["lazy"], rates["eager"], strict=True)
     ]
 
 
@@ -73,7 +71,6 @@ def numbers(runs: Runs) -> dict[str, Any]:
                     "ttft_p99": round(part.quantile(99), 4),
                     "computed_tokens": part.computed,
                     "read_tokens": part.read,
-                    "local_tokens": part.local,
                     "pinned": round(statistics.fmean(part.pinned), 4),
                     "outcomes": dict(part.outcomes),
                     "choices": dict(part.choices),

@@ -1,6 +1,6 @@
 """Turns that `auto` left on D: what goes back after all once D runs out of blocks.
 
-A calm D keeps a lazy turn's blocks for minutes, and many of them for conversations that are over. When D fills up later,
+A calm D keeps a lazy turn's blocks for minutes, and many of them for conversations that are over. When D fills up,
 new turns return at once, but these stay where they are until their TTL, or until the connector's retention budget is
 used up, and there is so much less room for turns that run.
 """

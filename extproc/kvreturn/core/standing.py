@@ -5,8 +5,8 @@ Where the figures come from:
 - D starved: requests wait while 0.7 of the blocks are in use. They wait for blocks then, not for compute: one agent
   conversation takes 5 to 15 % of a node. If D tells that less than a tenth is pinned, pins are not to blame.
 - D full: at 0.85 there is no room for the pins of a few more turns, and D preempts or starves soon.
-- D crowded: 0.4 in pins is near our connector's `retention_budget` (0.5), beyond which it drops pins, some of which turns
-  still want. It drops the oldest, and most of those are of conversations that are over: no shortage of D's.
+- D crowded: 0.4 in pins is near our connector's `retention_budget` (0.5), beyond which it drops the oldest pins. Most
+  are of conversations that are over, so this is a reason to return, but no shortage as long as D has room.
 - P pressed: vLLM's `kv_cache_usage_perc` counts the blocks that requests and leases hold; the prefix cache lives in the
   rest. At 0.8 a fifth of P is left for it, and the next prompts push out what is returned. Four requests that wait are
   a queue that a return only lengthens: it is one more request to schedule, whatever its size.

@@ -10,7 +10,6 @@ from google.protobuf.struct_pb2 import Struct
 from kvreturn._proto.envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
 from kvreturn._proto.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from kvreturn._proto.envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from support import extproc
 from support.extproc import ContractError, Envoy, Mode, Modes, Request, Response
 
 BUFFERED = Modes()

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -452,6 +453,37 @@ async def test_what_is_computed_faster_than_read_stays_there(monkeypatch: pytest
     look(r, waiting=5)
     await settled()
     assert node.returns == []
+
+
+class Reading(Node):
+    """P that proves and reads all 160 tokens but those that it has itself."""
+
+    def __init__(self, local: int, address: str) -> None:
+        super().__init__()
+        self.local, self.address = local, address
+
+    async def ask(self, ask: Ask, headers: Any, seconds: float) -> Reply:  # noqa: ANN401 - not looked at
+        if ask.path != "/v1/chat/completions" or not self.turns:
+            return await super().ask(ask, headers, seconds)
+        self.asks.append(ask)
+        return replace(self._reply(report(read=160 - self.local, local=self.local)), node=self.address)
+
+
+@pytest.mark.parametrize(
+    ("local", "address", "fates"),
+    [
+        (144, P1, {"used": 1}),
+        (22, P1, {"used": 1}),  # 150 less one large block
+        (21, P1, {"evicted": 1}),
+        (0, P2, {}),  # another P, which never had it
+    ],
+)
+async def test_a_lazy_turn_shows_whether_p_keeps_what_it_has(local: int, address: str, fates: dict[str, int]) -> None:
+    r = router(Reading(local, address), **{"return": "auto"})
+    await play(r)
+    await r.envoy().request(NEXT)
+    assert r.outcomes() == {"first_turn": 1}  # the other one has not ended
+    assert r.world.returns.chooser.view().prefill[P1].fates == fates
 
 
 # --- freeing, and the end ---
