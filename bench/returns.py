@@ -77,7 +77,9 @@ def _page(name: str, runs: dict[str, list[Run]]) -> str:
     lines = [f"### {name}. {scenario.title}", ""]
     for i, phase in enumerate(scenario.phases):
         found = tables.ratios(runs, i)
-        what = f"*{phase.name}*, {phase.agents} agents, {phase.seconds:g} s; medians of {seeds} runs. Tokens are per turn;"
+        what = (
+            f"*{phase.name}*, {phase.agents} agents, {phase.seconds:g} s; medians of {seeds} runs. Tokens are per turn;"
+        )
         bound = f"median {statistics.median(found):.2f}, least {min(found):.2f}; {tables.ALLOWED:g} is required."
         lines += [f"{what} one stands for {SCALE}.", "", *tables.of_ways(runs, i), ""]
         lines += [f"Turns/s of auto over those of the better of lazy and eager: {bound}", ""]

@@ -47,9 +47,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Virtual seconds since the start."""
         return self._jumps.now
 
-    def run_in_executor(
-        self, executor: Executor | None, func: Callable[..., T], *args: object
-    ) -> asyncio.Future[T]:
+    def run_in_executor(self, executor: Executor | None, func: Callable[..., T], *args: object) -> asyncio.Future[T]:
         """Run it here: a thread would take real time, in which the virtual time would run away."""
         del executor
         future: asyncio.Future[T] = self.create_future()
