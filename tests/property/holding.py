@@ -51,12 +51,12 @@ class HeldReturns(Returns):
             self._watch.let_returns_go()
         return await waiting
 
-    async def _run(self, job: Job, record: Record, ticket: bytes) -> None:
+    async def _run(self, job: Job, record: Record, ticket: bytes, *, watched: bool) -> None:
         watch, name = self._watch, name_of_return(self._watch.turn.get())
         watch.turn.set(name)
         watch.returning.add(name)
         try:
-            await super()._run(job, record, ticket)
+            await super()._run(job, record, ticket, watched=watched)
         except Exception as error:
             self.errors.append(error)
             raise

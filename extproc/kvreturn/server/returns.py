@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Span
 
-from kvreturn.core import wire
-from kvreturn.core.api.completions import Completions
+from kvreturn.core.arrival import ARRIVED, read_return
 from kvreturn.core.choice import Choice, Chooser, Fate, Moment, Pressure
 from kvreturn.core.handle import HandleError, read_handle
 from kvreturn.core.left import Left, LeftTurns
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Ask, Awaited, Failure, Put, Record, Reply
-from kvreturn.core.prefill import PrefillAnswer, read_prefill
+from kvreturn.core.ports import Ask, Awaited, Put, Record, Reply
 from kvreturn.core.returning import PATH, Form, Job, ReturnError, free_body, probe_body, read_probe, return_body
 from kvreturn.telemetry.tracing import headers_of
 
@@ -34,8 +32,6 @@ _PROBE_SECONDS = 10.0
 _FREE_SECONDS = 5.0
 _FREES = 8  # at a time
 _LOOK = 0.02  # seconds between looks at a busy prefill node
-_OK = 200
-_ARRIVED = {"returned", "computed"}
 _UNUSED, _UNSEEN = 600.0, 10_000  # seconds after which nobody comes for a return any more; how many are watched
 _FINAL = {"small", "slow_link"}  # why a turn stays on D even if that has no room
 _LARGE = 4096  # token ids from which on they are compared in a thread
@@ -167,7 +163,7 @@ class Returns:
         try:
             async with self._turn_of(job) as ready:
                 result = await self._send(job, record, ticket, span) if ready else "busy"
-            if watched and result in _ARRIVED:
+            if watched and result in ARRIVED:
                 self._unseen[ticket] = job.prefill_node, job.finish_reason, self._world.clock()
         except ReturnError as e:
             result = e.reason
@@ -233,9 +229,9 @@ class Returns:
                 settings.deadline if form is Form.SEALED else min(settings.deadline, _STOCK),
                 headers_of(span),
             )
-            result = _result(form, reply, job.prefill_node)
+            result = read_return(form, reply, job.prefill_node)
             world.metrics.return_seconds.observe(world.clock() - begun)
-            if result in _ARRIVED:
+            if result in ARRIVED:
                 world.metrics.returned_tokens.inc(job.handle.tokens)
                 await world.replace(ticket, back)
             else:
@@ -245,7 +241,7 @@ class Returns:
                 self.free(record)
         finally:
             del self._running[ticket]
-            done.set_result(None if result in _ARRIVED else result)
+            done.set_result(None if result in ARRIVED else result)
         return result
 
     def _body(self, form: Form, job: Job) -> bytes:
@@ -310,20 +306,3 @@ class Returns:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _result(form: Form, reply: Reply, node: str) -> str:
-    """What P made of a return, in one word."""
-    if reply.failure is Failure.TIMEOUT:
-        return "timeout"
-    if reply.failure:
-        return "unreachable"
-    if reply.status != _OK:
-        return "refused"
-    if reply.node != node:
-        return "moved"
-    if form is not Form.SEALED:
-        return "returned"
-    answer = read_prefill(reply, Completions())
-    report: wire.Report | None = answer.report if isinstance(answer, PrefillAnswer) else None
-    return "returned" if report and (report.read or report.reason == "local_hit") else "computed"

@@ -63,6 +63,8 @@ class World:
     def __post_init__(self) -> None:
         """Start what needs the rest."""
         self.returns = Returns(self)
+        if self.pressure:
+            self.pressure.told = self.returns.felt
         self.metrics.watch("returns_waiting", "Eager returns that wait for their turn.", lambda: self.returns.waiting)
         self.metrics.watch("returns_running", "Eager returns that are under way.", lambda: self.returns.running)
 
