@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
 
+from kvreturn.core.left import Return
 from kvreturn.core.ports import Ask, Awaited, Reply
 from kvreturn.core.returning import Job
-from kvreturn.server.returns import Returns, _Return
+from kvreturn.server.returns import Returns
 from kvreturn.server.world import World
 from kvreturn.sim import ManualClock
 from kvreturn.upstream.client import PrefillClient
@@ -51,7 +52,7 @@ class HeldReturns(Returns):
             self._watch.let_returns_go()
         return await waiting
 
-    async def _run(self, task: _Return) -> None:
+    async def _run(self, task: Return) -> None:
         watch, name = self._watch, name_of_return(self._watch.turn.get())
         watch.turn.set(name)
         watch.returning.add(name)

@@ -41,8 +41,6 @@ __all__ = [
     "trailers_message",
 ]
 
-SILENCE = 5.0  # seconds without an answer that is due: nobody else would end the wait in FULL_DUPLEX_STREAMED
-
 
 class Envoy:
     """One exchange.
@@ -53,7 +51,10 @@ class Envoy:
         answered: whether it was the server that answered the client.
         failed: the gRPC status with which the server ended the stream, if not OK.
         answers: all answers, in order.
+        silence: seconds without an answer that is due: nobody else would end the wait in FULL_DUPLEX_STREAMED.
     """
+
+    silence = 5.0
 
     def __init__(self, stream: Stream, modes: Modes | None = None) -> None:
         self.modes = modes or Modes()
@@ -138,7 +139,7 @@ class Envoy:
 
     async def _take(self) -> None:
         try:
-            async with asyncio.timeout(SILENCE):  # `wait_for` can lose a cancellation before Python 3.12
+            async with asyncio.timeout(self.silence):  # `wait_for` can lose a cancellation before Python 3.12
                 message = await self._stream.receive()
         except TimeoutError:
             raise ContractError("silence: an answer is due, and nothing comes") from None

@@ -11,6 +11,7 @@ in the order in which they are asked (docs/return.md has them as a table; core/s
 - `prefill_pressure`: what is returned would be pushed out, or wait in a queue.
 - `decode_pressure` if D is full. Before all that is about the conversation: even a return that is lost or that nobody
   uses has freed D's blocks.
+- `decode_pins`: pins crowd each other on D, which has room otherwise.
 - `wasted`: turns that end so had no next one lately.
 - `slow_gap`: the conversation paused for longer than D keeps blocks. Lazy has nothing to read then; P may still.
 - `tool_calls`: all but promises a next turn, as soon as the tool is done.
@@ -18,10 +19,13 @@ in the order in which they are asked (docs/return.md has them as a table; core/s
 - `long_lived`: by the rule of succession a conversation of n turns goes on with probability n / (n + 1): 4 of 5.
 - `used`: turns that end so had a next one lately.
 - `default`: lazy. D is calm, so a pin for nothing costs less than a return for nothing.
-- `evicted`, against any of the five that say eager: P lost returns lately.
+- `evicted`, against any of the six since `decode_pins` that say eager: P lost returns lately, or would have lost them.
 
 Of what `wasted`, `default` and `evicted` keep back, one turn in twenty is returned all the same (`exploring`), or
 nothing would ever show that they have become untrue. Pressure needs no trials: the nodes tell when it eases.
+
+A choice for lazy lasts as long as D has room. Once D is starved or full, what was left there goes back too, the oldest
+first: a new turn's return frees its own blocks only, and conversations that are over keep theirs for minutes.
 """
 
 from dataclasses import dataclass, field
@@ -38,6 +42,7 @@ Why = Literal[
     "slow_link",
     "decode_pressure",
     "prefill_pressure",
+    "decode_pins",
     "wasted",
     "slow_gap",
     "tool_calls",
@@ -97,8 +102,8 @@ class NodeView:
     Attributes:
         last: the latest choice in `auto`, None if there was none.
         pressed: whether its metrics speak against returns.
-        evicts: whether it lately lost what was returned to it.
-        fates: how many of the latest returns, of those that somebody came for, had which fate.
+        evicts: whether it lately lost what was returned to it, or would have lost it.
+        fates: how many of the latest returns that somebody came for, and of the latest lazy turns, had which fate.
     """
 
     last: Choice | None
@@ -121,12 +126,12 @@ class View:
 
     Attributes:
         prefill: by address.
-        decode: by address: `starved`, `full` or `calm`.
+        decode: by address, in one word.
         habits: by finish reason.
     """
 
     prefill: dict[str, NodeView]
-    decode: dict[str, Literal["starved", "full", "calm"]]
+    decode: dict[str, Literal["starved", "full", "crowded", "calm"]]
     habits: dict[str, HabitView]
 
 
@@ -161,6 +166,19 @@ class Chooser:
         prefill.last = self._auto(moment, prefill.standing, decode)
         return prefill.last
 
+    def recalls(self, prefill_node: str, decode_node: str, decode: Pressure, now: float) -> bool:
+        """Whether a turn that was left on D is to go back after all, by the rules that hold for one that ends now.
+
+        Args:
+            prefill_node: address of the P that would get it.
+            decode_node: address of the D that holds it.
+            decode: that D's pressure.
+            now: monotonic seconds.
+        """
+        standing = self._decode.of(decode_node)
+        standing.feel(decode, now)
+        return standing.starved.on or (standing.full.on and not self._prefill.of(prefill_node).standing.pressed.on)
+
     def learned(self, node: str, finish_reason: str | None, fate: Fate, now: float) -> None:
         """Tell what became of a return, once for each.
 
@@ -174,6 +192,16 @@ class Chooser:
         self._habit(finish_reason).learn(fate, now)
         if fate != "unused":  # else nobody looked whether P still had it
             self._prefill.of(node).standing.learn(fate, now)
+
+    def noticed(self, node: str, *, kept: bool, now: float) -> None:
+        """Tell what a turn showed of P's prefix cache whose predecessor was lazy.
+
+        Args:
+            node: address of the P that had both turns.
+            kept: whether it still had the predecessor's prompt.
+            now: monotonic seconds.
+        """
+        self._prefill.of(node).standing.learn("used" if kept else "evicted", now)
 
     def view(self) -> View:
         """What it goes by."""
@@ -196,7 +224,7 @@ class Chooser:
         if decode.full.on:
             return Choice(eager=True, why="decode_pressure")
         habit = self._habit(moment.finish_reason)
-        wish = _wish(moment, habit.verdict)
+        wish = Choice(eager=True, why="decode_pins") if decode.crowded.on else _wish(moment, habit.verdict)
         if not wish.eager and habit.explorer.due():
             wish = Choice(eager=True, why="exploring")
         if wish.eager and prefill.evicts.on:

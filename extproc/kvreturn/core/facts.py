@@ -78,6 +78,16 @@ class Facts:
         else:
             self.outcome = Outcome.EVICTED
 
+    def kept(self, prompt: int) -> bool | None:
+        """Whether P still had its predecessor's prompt, where that went the lazy way. None if nobody can tell.
+
+        Args:
+            prompt: tokens of the predecessor's prompt. P's cache can have no more of them than is the same in this one.
+        """
+        if self.local is None or not self.proven or not prompt:
+            return None
+        return self.local + _BLOCK >= min(prompt, self.proven)
+
     def grade_report(self, report: wire.Report | None) -> None:
         """P answered a request with a sealed handle: what came of it is in its report."""
         if report is None:

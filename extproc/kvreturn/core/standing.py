@@ -4,13 +4,15 @@ Where the figures come from:
 
 - D starved: requests wait while 0.7 of the blocks are in use. They wait for blocks then, not for compute: one agent
   conversation takes 5 to 15 % of a node. If D tells that less than a tenth is pinned, pins are not to blame.
-- D full: at 0.85 there is no room for the pins of a few more turns, and D preempts or starves soon. 0.4 in pins is near
-  our connector's `retention_budget` (0.5), beyond which it drops pins that turns still want.
+- D full: at 0.85 there is no room for the pins of a few more turns, and D preempts or starves soon.
+- D crowded: 0.4 in pins is near our connector's `retention_budget` (0.5), beyond which it drops the oldest pins. Most
+  are of conversations that are over, so this is a reason to return, but no shortage as long as D has room.
 - P pressed: vLLM's `kv_cache_usage_perc` counts the blocks that requests and leases hold; the prefix cache lives in the
   rest. At 0.8 a fifth of P is left for it, and the next prompts push out what is returned. Four requests that wait are
   a queue that a return only lengthens: it is one more request to schedule, whatever its size.
 - P evicts: a lost return costs its prefill anew, about five reads' time, so it must be rarer than one in five. Three of
   the last ten is clearly more; five in a row that were kept are rare while it still is so (1 in 6 at three in ten).
+  Lazy turns tell it too: a P that still had the prompt of the turn before would have had what was returned then.
 - Habits: of a return that is used, the next turn saves one read on the critical path; one that nobody uses costs one
   read off it. At one half unused the link carries twice what it is good for; at one quarter it pays clearly.
 """
@@ -94,11 +96,13 @@ class DecodeStanding:
     Attributes:
         starved: requests wait for blocks.
         full: soon they will.
+        crowded: pins leave little room for other pins.
     """
 
     def __init__(self) -> None:
         self.starved = Latch()
         self.full = Latch()
+        self.crowded = Latch()
 
     def feel(self, pressure: Pressure | None, now: float) -> None:
         """Judge by the node's metrics."""
@@ -106,13 +110,13 @@ class DecodeStanding:
         waits = d.waiting > 0 and d.kv_usage >= _D_CALM
         self.starved.update(now, enter=waits and (d.pinned is None or d.pinned >= _D_INNOCENT), leave=not waits)
         pinned = d.pinned or 0.0
-        full = d.kv_usage >= _D_FULL or pinned >= _D_PINNED
-        self.full.update(now, enter=full, leave=d.kv_usage < _D_CALM and pinned < _D_UNPINNED)
+        self.full.update(now, enter=d.kv_usage >= _D_FULL, leave=d.kv_usage < _D_CALM)
+        self.crowded.update(now, enter=pinned >= _D_PINNED, leave=pinned < _D_UNPINNED)
 
     @property
-    def word(self) -> Literal["starved", "full", "calm"]:
+    def word(self) -> Literal["starved", "full", "crowded", "calm"]:
         """The node in one word."""
-        return "starved" if self.starved.on else "full" if self.full.on else "calm"
+        return "starved" if self.starved.on else "full" if self.full.on else "crowded" if self.crowded.on else "calm"
 
 
 class PrefillStanding:
@@ -120,8 +124,8 @@ class PrefillStanding:
 
     Attributes:
         pressed: its metrics say so.
-        evicts: it lately lost what was returned to it.
-        fates: of the latest returns, unless nobody came for them.
+        evicts: it lately lost what was returned to it, or would have lost it.
+        fates: of the latest returns, unless nobody came for them, and of the latest lazy turns.
         explorer: for trials while it evicts.
     """
 

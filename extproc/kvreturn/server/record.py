@@ -113,6 +113,10 @@ class TurnRecord:
         record, prefill = turn.taken.record, turn.prefill_node
         if facts.returned and turn.taken.ticket is not None and facts.outcome in _FATES:
             world.returns.came(turn.taken.ticket, _FATES[facts.outcome])
+        if prefill and record and record.handle and prefill == record.prefill_node and not facts.retries:
+            kept = facts.kept(record.prompt)
+            if kept is not None:
+                world.returns.chooser.noticed(prefill, kept=kept, now=world.clock())
         if prefill is None or facts.prefill.prompt is None or facts.local is None or facts.retries:
             return  # P did not tell what it did, or did it twice
         read = facts.read or 0

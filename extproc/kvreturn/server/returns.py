@@ -8,18 +8,17 @@ import asyncio
 import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from opentelemetry.trace import Span
 
-from kvreturn.core import wire
-from kvreturn.core.api.completions import Completions
-from kvreturn.core.choice import Choice, Chooser, Fate, Moment
+from kvreturn.core.arrival import ARRIVED, read_return
+from kvreturn.core.choice import Choice, Chooser, Fate, Moment, Pressure
 from kvreturn.core.handle import HandleError, read_handle
+from kvreturn.core.left import LeftTurns, Return
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Ask, Awaited, Failure, Put, Record, Reply
-from kvreturn.core.prefill import PrefillAnswer, read_prefill
+from kvreturn.core.ports import Ask, Awaited, Put, Record, Reply
 from kvreturn.core.returning import PATH, Form, Job, ReturnError, free_body, probe_body, read_probe, return_body
 from kvreturn.telemetry.tracing import headers_of
 
@@ -33,29 +32,12 @@ _PROBE_SECONDS = 10.0
 _FREE_SECONDS = 5.0
 _FREES = 8  # at a time
 _LOOK = 0.02  # seconds between looks at a busy prefill node
-_OK = 200
 _UNUSED, _UNSEEN = 600.0, 10_000  # seconds after which nobody comes for a return any more; how many are watched
 _NOT_SENT = ("busy", "unknown_node")
 _FREED = (200, 404)  # ours answers with a report, a stock node that it has no such model
 _FORBIDDEN = (401, 403)
+_FINAL = {"small", "slow_link"}  # why a turn stays on D even if that has no room
 _LARGE = 4096  # token ids from which on they are compared in a thread
-
-
-@dataclass(frozen=True, slots=True)
-class _Return:
-    """One return.
-
-    Attributes:
-        job: what to send.
-        record: the turn's, with the handle.
-        ticket: of the record.
-        credentials: headers that the node may want.
-    """
-
-    job: Job
-    record: Record
-    ticket: bytes
-    credentials: Mapping[str, str] = field(repr=False)
 
 
 class Returns:
@@ -77,6 +59,7 @@ class Returns:
         self._running: dict[bytes, asyncio.Future[str | None]] = {}
         self._closed = False
         self._unseen: OrderedDict[bytes, tuple[str, str | None, float]] = OrderedDict()  # nobody has come for them yet
+        self._left = LeftTurns()
         self.chooser = Chooser()
 
     @property
@@ -102,28 +85,47 @@ class Returns:
         Returns:
             What was chosen, and by which rule; None if there was nothing to choose.
         """
-        job, settings = put.job, self._settings
+        job = put.job
         if job is None or self._closed:
             return None
-        choice = self._choose(job)
-        if not choice.eager:
-            return f"lazy({choice.why})"
-        result = None
+        choice, task = self._choose(job), Return(ticket, job, put.record, credentials)
+        if choice.eager:
+            obstacle = self._start(task)
+            return f"lazy({obstacle})" if obstacle else f"eager({choice.why})"
+        if choice.why not in _FINAL:
+            # Nobody has come for it by then: that tells nothing of other turns that end so.
+            self._left.add(replace(task, watched=False))
+        return f"lazy({choice.why})"
+
+    def _start(self, task: Return) -> str | None:
+        """Return it, if that is not too much. Returns why not, in one word."""
+        job, settings, result = task.job, self._settings, None
         if job.handle.tokens > settings.max_tokens:
             result = "too_large"
         elif self._waiting >= settings.queue:
             result = "queue_full"
         elif self._tenants[job.tenant] >= settings.per_tenant:
             result = "tenant_limit"
-        task = _Return(job, put.record, ticket, credentials)
         if result:
             self._world.metrics.returns.labels(result).inc()
-            self._spawn(self._stay(task))
-            return f"lazy({result})"
-        self._spawn(self._run(task))
-        return f"eager({choice.why})"
+        self._spawn(self._stay(task) if result else self._run(task))
+        return result
 
-    async def _stay(self, task: _Return) -> None:
+    def felt(self, node: str, pressure: Pressure) -> None:
+        """A node has told how pressed it is. What was left on a D without room goes back, a little with each look."""
+        for _ in range(self._settings.concurrency):
+            task = None if self._closed else self._left.oldest(node)
+            if task is None or not self.chooser.recalls(task.job.prefill_node, node, pressure, self._world.clock()):
+                return
+            self._left.drop(task.ticket)
+            self._world.metrics.recalls.inc()
+            self._start(task)
+
+    def taken(self, ticket: bytes) -> None:
+        """The next turn has this record."""
+        self._left.drop(ticket)
+
+    async def _stay(self, task: Return) -> None:
         """The blocks do not go back. If the next turn may not read them either, D need not keep them."""
         if task.job.lazy:
             return
@@ -167,7 +169,7 @@ class Returns:
         if seen:
             self.chooser.learned(seen[0], seen[1], fate, self._world.clock())
 
-    async def _run(self, task: _Return) -> None:
+    async def _run(self, task: Return) -> None:
         job, record = task.job, task.record
         self._tenants[job.tenant] += 1
         result = "cancelled"
@@ -177,6 +179,8 @@ class Returns:
                 result = await self._send(task, span) if ready else "busy"
             if result in _NOT_SENT:
                 await self._stay(task)
+            if task.watched and result in ARRIVED:
+                self._unseen[task.ticket] = job.prefill_node, job.finish_reason, self._world.clock()
         except ReturnError as e:
             result = e.reason
             await self._stay(task)
@@ -223,7 +227,7 @@ class Returns:
         self._paced[job.prefill_node] = begin + job.handle.tokens / rate
         return begin - now
 
-    async def _send(self, task: _Return, span: Span) -> str:
+    async def _send(self, task: Return, span: Span) -> str:
         """Have P read back. Returns what became of it, in one word."""
         settings, world = self._settings, self._world
         job, record, ticket = task.job, task.record, task.ticket
@@ -243,12 +247,11 @@ class Returns:
                 settings.deadline if form is Form.SEALED else min(settings.deadline, _STOCK),
                 {**task.credentials, **headers_of(span)},
             )
-            result = _result(form, reply, job.prefill_node)
+            result = read_return(form, reply, job.prefill_node)
             world.metrics.return_seconds.observe(world.clock() - begun)
-            if result in {"returned", "computed"}:
+            if result in ARRIVED:
                 world.metrics.returned_tokens.inc(job.handle.tokens)
                 await world.replace(ticket, back)
-                self._unseen[ticket] = job.prefill_node, job.finish_reason, world.clock()
             else:
                 await world.replace(ticket, replace(back, returned=0, reason=Outcome.RETURN_FAILED))
                 # A P that was left while it waited for room has told D nothing. And should it read after all: what it
@@ -258,13 +261,13 @@ class Returns:
                     world.forms.forget(job.prefill_node)  # perhaps it is another one by now, which this form hangs
         finally:
             del self._running[ticket]
-            done.set_result(None if result in {"returned", "computed"} else result)
+            done.set_result(None if result in ARRIVED else result)
         return result
 
     def _body(self, form: Form, job: Job) -> bytes:
         return return_body(form, job, job.tokens(), self._settings.priority)
 
-    async def _form(self, task: _Return) -> Form | None:
+    async def _form(self, task: Return) -> Form | None:
         forms, job, node = self._world.forms, task.job, task.job.prefill_node
         if forms.engine(node) != job.engine:
             return None  # P is another one than the one that the turn went to
@@ -336,20 +339,3 @@ class Returns:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _result(form: Form, reply: Reply, node: str) -> str:
-    """What P made of a return, in one word."""
-    if reply.failure is Failure.TIMEOUT:
-        return "timeout"
-    if reply.failure:
-        return "unreachable"
-    if reply.status != _OK:
-        return "refused"
-    if reply.node != node:
-        return "moved"
-    if form is not Form.SEALED:
-        return "returned"
-    answer = read_prefill(reply, Completions())
-    report: wire.Report | None = answer.report if isinstance(answer, PrefillAnswer) else None
-    return "returned" if report and (report.read or report.reason == "local_hit") else "computed"

@@ -80,6 +80,8 @@ class World:
         self.quota = Quota(self.settings.limits.sessions_per_tenant, self.clock)
         self.admission = Admission(self.settings.limits)
         self.metrics.watch("live_turns", "Turns that are being processed.", lambda: self.admission.live)
+        if self.pressure:
+            self.pressure.told = self.returns.felt
         self.metrics.watch("returns_waiting", "Eager returns that wait for their turn.", lambda: self.returns.waiting)
         self.metrics.watch("returns_running", "Eager returns that are under way.", lambda: self.returns.running)
 
@@ -152,6 +154,8 @@ class World:
         taken = await self.guard.take(keys)
         if taken.ticket is not None and taken.record and taken.record.handle is not None:
             self.quota.gone(taken.ticket)
+        if taken.ticket is not None:
+            self.returns.taken(taken.ticket)
         return taken
 
     async def put(self, put: Put, tenant: bytes) -> bytes | None:

@@ -46,6 +46,9 @@ class Metrics:
         self.return_choices = counter(
             "return_choices", "Turns whose KV could go back at once, by what was chosen and why.", "choice", "why"
         )
+        self.recalls = counter(
+            "return_recalls", "Turns that `auto` had left on D, and that were to go back when D ran out of blocks."
+        )
         self.saved_seconds = counter(
             "prefill_saved_seconds", "Time that prefill legs would have taken longer, estimated from other legs."
         )

@@ -41,6 +41,9 @@ class PressureWatch:
         through: address of Envoy's prefill listener; None to connect to prefill nodes directly.
         clock: monotonic seconds.
         interval: seconds between two looks at a node.
+
+    Attributes:
+        told: takes every node's news: its address and its state.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class PressureWatch:
         self._seen: dict[str, tuple[float, Pressure]] = {}
         self._session: aiohttp.ClientSession | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self.told: Callable[[str, Pressure], None] = lambda _node, _pressure: None
 
     async def __aenter__(self) -> Self:
         """Begin."""
@@ -126,6 +130,7 @@ class PressureWatch:
         self._seen[address] = self._clock(), pressure  # in the order of their latest news
         if len(self._seen) > _ADDRESSES:
             self._seen.pop(next(iter(self._seen)))
+        self.told(address, pressure)
 
     async def _get(self, address: str, headers: dict[str, str]) -> tuple[str, Pressure]:
         """Ask at an address. Returns who has answered, if Envoy tells, and the answer."""

@@ -72,7 +72,8 @@ def test_the_gap_is_held_against_the_time_that_d_keeps_these_blocks() -> None:
         (pressed(0.7, waiting=1, pinned=0.09), (False, "default")),  # not for want of what is pinned
         (pressed(0.7, waiting=1, pinned=None), (True, "decode_pressure")),
         (pressed(0.5, pinned=0.39), (False, "default")),
-        (pressed(0.5, pinned=0.4), (True, "decode_pressure")),
+        (pressed(0.5, pinned=0.4), (True, "decode_pins")),
+        (pressed(0.85, pinned=0.4), (True, "decode_pressure")),
     ],
 )
 def test_a_decode_node_short_of_blocks_makes_it_eager(decode: Pressure, want: tuple[bool, str]) -> None:
@@ -200,6 +201,30 @@ def test_one_turn_in_twenty_shows_whether_p_still_loses_them() -> None:
     tell(chooser, *[LOST] * 3)
     seen = [auto(AGENT, chooser=chooser, now=11.0 + i) for i in range(60)]
     assert seen == ([(False, "evicted")] * 19 + [(True, "exploring")]) * 3
+
+
+@pytest.mark.parametrize(("kept", "lost"), [(5, 0), (0, 3)])
+def test_lazy_turns_tell_of_ps_cache_as_returns_do(kept: int, lost: int) -> None:
+    chooser = Chooser()
+    if kept:
+        tell(chooser, LOST, LOST, LOST)
+    for i in range(kept + lost):
+        assert auto(AGENT, chooser=chooser, now=20.0)[0] is not bool(kept)
+        chooser.noticed(P, kept=i < kept, now=20.0)
+    assert auto(AGENT, chooser=chooser, now=20.0)[0] is bool(kept)
+
+
+def test_pins_that_crowd_each_other_are_no_reason_to_have_p_lose_them() -> None:
+    chooser = Chooser()
+    tell(chooser, LOST, LOST, LOST)
+    assert auto(replace(AGENT, decode=pressed(0.5, pinned=0.45)), chooser=chooser) == (False, "evicted")
+    assert auto(replace(AGENT, decode=pressed(0.9, pinned=0.45)), chooser=chooser) == (True, "decode_pressure")
+
+
+def test_pins_crowd_each_other_until_they_are_a_quarter() -> None:
+    chooser = Chooser()
+    for now, pinned, eager in [(0.0, 0.45, True), (20.0, 0.25, True), (40.0, 0.24, False), (60.0, 0.39, False)]:
+        assert auto(replace(CHAT, decode=pressed(0.5, pinned=pinned)), chooser=chooser, now=now)[0] is eager, now
 
 
 def test_five_trials_in_a_row_that_were_kept_end_it() -> None:

@@ -10,7 +10,6 @@ from google.protobuf.struct_pb2 import Struct
 from kvreturn._proto.envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
 from kvreturn._proto.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from kvreturn._proto.envoy.service.ext_proc.v3 import external_processor_pb2 as pb
-from support import extproc
 from support.extproc import ContractError, Envoy, Mode, Modes, Request, Response
 
 BUFFERED = Modes()
@@ -145,7 +144,7 @@ async def test_an_immediate_response_after_the_response_began() -> None:
 
 
 async def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extproc, "SILENCE", 0.02)
+    monkeypatch.setattr(Envoy, "silence", 0.02)
     stream = Scripted()
     monkeypatch.setattr(stream, "receive", lambda: asyncio.sleep(1))
     with pytest.raises(ContractError, match="silence"):

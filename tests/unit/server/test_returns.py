@@ -3,10 +3,12 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from kvreturn.core.choice import Pressure
 from kvreturn.core.handle import read_handle
 from kvreturn.core.ports import Ask, Failure, Reply
 from support.extproc import Envoy, Request, Response
@@ -381,6 +383,108 @@ async def test_the_model_decides() -> None:
     node = Node()
     await play(router(node, models={"m": {"return": "lazy"}}))
     assert node.returns == []
+
+
+# --- what auto left on D ---
+
+
+def look(r: Harness, *, waiting: int = 0, pinned: float = 0.5) -> None:
+    """D tells how it is."""
+    assert r.world.pressure
+    r.world.pressure.told(DECODE, Pressure(0.9, waiting, 8, pinned))
+
+
+async def test_what_was_left_on_a_calm_d_goes_back_once_it_is_full() -> None:
+    node = Node()
+    r = router(node, **{"return": "auto"})
+    await play(r)
+    assert node.returns == []
+    look(r)
+    await settled()
+    assert [sent["prompt"] for sent in node.returns] == [[*PROMPT, *GENERATED]]
+    assert (r.handles, r.metric("return_recalls_total")) == (0, 1)
+    look(r)
+    await settled()
+    assert len(node.returns) == 1
+    await play(r, NEXT)
+    assert r.outcomes() == {"first_turn": 1, "hit": 1}
+
+
+async def test_each_look_brings_as_many_back_as_p_takes_at_a_time() -> None:
+    node = Node()
+    r = router(node, **{"return": "auto", "returns": {"concurrency": 2}})
+    for text in ("one", "two", "three"):
+        await play(r, Request(pieces=[chat(text)]))
+    for left in (1, 0, 0):
+        look(r)
+        await settled()
+        assert (len(node.returns), r.handles) == (3 - left, left)
+
+
+async def test_what_the_next_turn_has_taken_does_not_go_back() -> None:
+    node = Node()
+    r = router(node, **{"return": "auto"})
+    await play(r)
+    assert isinstance(r.clock, Clock)
+    r.clock.now += 100
+    await r.envoy().request(NEXT)
+    look(r)
+    await settled()
+    assert node.returns == []
+    assert r.metric("return_recalls_total") == 0
+
+
+@pytest.mark.parametrize(("waiting", "goes"), [(0, 0), (1, 1)])
+async def test_a_pressed_p_gets_it_only_from_a_d_that_is_starved(waiting: int, goes: int) -> None:
+    node = Node()
+    r = router(node, **{"return": "auto"})
+    assert r.world.pressure
+    r.world.pressure._note(P1, Pressure(0.9, 9, 1))
+    await play(r)
+    look(r, waiting=waiting)
+    await settled()
+    assert len(node.returns) == goes
+
+
+async def test_what_is_computed_faster_than_read_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node()
+    r = router(node, **{"return": "auto"})
+    monkeypatch.setattr(r.world.judge, "worth_reading", lambda *_: False)
+    await play(r)
+    look(r, waiting=5)
+    await settled()
+    assert node.returns == []
+
+
+class Reading(Node):
+    """P that proves and reads all 160 tokens but those that it has itself."""
+
+    def __init__(self, local: int, address: str) -> None:
+        super().__init__()
+        self.local, self.address = local, address
+
+    async def ask(self, ask: Ask, headers: Any, seconds: float) -> Reply:  # noqa: ANN401 - not looked at
+        if ask.path != "/v1/chat/completions" or not self.turns:
+            return await super().ask(ask, headers, seconds)
+        self.asks.append(ask)
+        return replace(self._reply(report(read=160 - self.local, local=self.local)), node=self.address)
+
+
+@pytest.mark.parametrize(
+    ("local", "address", "fates"),
+    [
+        (144, P1, {"used": 1}),
+        (22, P1, {"used": 1}),  # 150 less one large block
+        (21, P1, {"evicted": 1}),
+        (0, P2, {}),  # another P, which never had it
+    ],
+)
+async def test_a_lazy_turn_shows_whether_p_keeps_what_it_has(local: int, address: str, fates: dict[str, int]) -> None:
+    r = router(Reading(local, address), **{"return": "auto"})
+    await play(r)
+    await r.envoy().request(NEXT)
+    assert r.outcomes() == {"first_turn": 1}  # the other one has not ended
+    assert r.world.returns.chooser.view().prefill[P1].fates == fates
 
 
 # --- freeing, and the end ---

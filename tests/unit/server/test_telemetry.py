@@ -50,6 +50,7 @@ NAMES = {
     "kvreturn_return_duration_seconds",
     "kvreturn_prefill_saved_seconds_total",
     "kvreturn_return_choices_total",
+    "kvreturn_return_recalls_total",
     "kvreturn_returned_tokens_total",
     "kvreturn_returns_running",
     "kvreturn_returns_total",
