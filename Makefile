@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## A multi-turn agent conversation through real Envoy: off, lazy, eager, and an oracle
-	$(BIN)/kvreturn demo $(ARGS)
+	@$(BIN)/kvreturn demo $(ARGS)
 
 test: $(STAMP)  ## All tests but those that need real vLLM
 	$(BIN)/python -m pytest -n 2 $(ARGS)

@@ -33,6 +33,8 @@ class ConfigError(Exception):
 
 
 def _address(value: str) -> str:
+    if "://" in value:
+        raise ValueError(f"{value!r}: write host:port, without a scheme")
     split_address(value)
     return value
 
@@ -112,7 +114,7 @@ class Store(_Model):
         description="Redis 7.0+ or Valkey, which several routers share and which outlives them: "
         "`redis://user:password@host:6379/0`, `unix:///path`, `redis+sentinel://host1,host2/SERVICE`, "
         "`redis+cluster://host1,host2`; `rediss` is TLS, with `?ssl_ca_certs=PATH`, `ssl_certfile` and `ssl_keyfile`. "
-        f"Better given as ${STORE_URL_ENV}. Needs `secret` and `pip install 'kvreturn[redis]'`. None: the memory of "
+        f"Better given as ${STORE_URL_ENV}. Needs `secret` and `pip install '.[redis]'`. None: the memory of "
         "this process.",
     )
     encryption_key: SecretStr = Field(
@@ -384,7 +386,8 @@ def _explain(err: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails, whose 
     loc = err["loc"]
     where = ".".join(str(part) for part in loc)
     if err["type"] != "extra_forbidden":
-        return f"{where}: {err['msg']}" if where else str(err["msg"])
+        message = str(err["msg"]).removeprefix("Value error, ")
+        return f"{where}: {message}" if where else message
     close = difflib.get_close_matches(str(loc[-1]), _known(loc[:-1]), n=1)
     return f"{where}: unknown setting" + (f"; did you mean `{close[0]}`?" if close else "")
 

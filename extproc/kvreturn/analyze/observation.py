@@ -83,6 +83,7 @@ class Measured:
     prompt: int | None
     read: int | None
     local: int | None
+    returned: int | None = None
 
 
 @dataclass(slots=True)

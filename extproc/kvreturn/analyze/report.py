@@ -105,10 +105,12 @@ def _verdict(a: Analysis, ttls: Sequence[TTLRow]) -> tuple[Level, str]:
     sums, measured, room = a.tally.sums, a.measured, a.options.decode_bytes
     if not sums.turns and measured.outcomes:
         read = share(measured.read, measured.follow_up_prompt)
-        level = _level(read)
+        ahead = share(measured.ahead, measured.follow_up_prompt)
+        level = _level(read + ahead)
+        also = f", and {ahead:.0%} were on P after an eager return" if ahead else ""
         return (
             level,
-            f"{level.capitalize()}: P read back {read:.0%} of the prompt tokens of follow-up turns (measured).",
+            f"{level.capitalize()}: P read back {read:.0%} of the prompt tokens of follow-up turns{also} (measured).",
         )
     if not sums.turns:
         return "nothing to tell", "Nothing to tell: no line of the input is a turn that can be used."

@@ -239,12 +239,14 @@ class MeasuredTally:
         outcomes: turns by outcome.
         follow_up_prompt: prompt tokens of follow-up turns whose prompt P counted.
         read: tokens that P read back in these.
-        local: tokens that P had itself in these.
+        ahead: tokens that P had after an eager return, its own from before included.
+        local: tokens that P had itself in the others.
     """
 
     outcomes: Counter[Outcome] = field(default_factory=Counter)
     follow_up_prompt: int = 0
     read: int = 0
+    ahead: int = 0
     local: int = 0
 
     def add(self, turn: Measured) -> None:
@@ -252,8 +254,10 @@ class MeasuredTally:
         self.outcomes[turn.outcome] += 1
         if turn.outcome not in _NO_TURN_BEFORE and turn.prompt is not None:
             self.follow_up_prompt += turn.prompt
+            ahead = min(turn.local or 0, turn.returned or 0)
             self.read += turn.read or 0
-            self.local += turn.local or 0
+            self.ahead += ahead
+            self.local += (turn.local or 0) - ahead
 
     @property
     def follow_ups(self) -> int:

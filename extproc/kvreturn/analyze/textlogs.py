@@ -14,7 +14,7 @@ BYTES_PER_TOKEN = 4
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _OK = range(200, 300)
 _OUTCOME = re.compile(r"\boutcome=([a-z_]+)")
-_MEMBER = re.compile(r" (prompt|read|local)=([0-9]+)(?= |$)")
+_MEMBER = re.compile(r" (prompt|read|local|returned)=([0-9]+)(?= |$)")
 # Istio puts four more fields between the response flags and the bytes.
 _ACCESS = re.compile(
     r'\[(?P<start_time>[^\]]+)\] "(?P<method>\S+) (?P<path>\S+) [^"]*" (?P<response_code>\d+) \S+ '
@@ -84,4 +84,4 @@ def _measured(outcome: str, text: str) -> Measured:
     except ValueError:
         raise LineError("an outcome in it that kvreturn does not write") from None
     found = {name: int(value) for name, value in _MEMBER.findall(text)}
-    return Measured(word, *(found.get(name) for name in ("prompt", "read", "local")))
+    return Measured(word, *(found.get(name) for name in ("prompt", "read", "local", "returned")))

@@ -17,7 +17,7 @@ import openai
 from rich.console import Console
 
 from kvreturn.demo.result import sentences, summary
-from kvreturn.demo.run import Turn, play
+from kvreturn.demo.run import Turn, play, warm_up
 from kvreturn.demo.script import Script, ScriptError, built_in, from_file
 from kvreturn.demo.show import Starting, TurnTable, legend, plot
 from kvreturn.demo.stack import Engine, SimOptions, Stack, simulated
@@ -176,6 +176,8 @@ async def _run(script: Script, nodes: Nodes, console: Console) -> list[Turn]:
     turns: list[Turn] = []
     with Starting(console) as starting:
         async with nodes(starting) as stack:
+            starting("the first requests")
+            await stack.while_alive(warm_up(stack))
             starting.done()
 
             async def played() -> None:

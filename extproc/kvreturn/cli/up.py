@@ -84,10 +84,12 @@ async def run(
         signals = stack.enter_context(_signals())
         await router.start()
         stack.push_async_callback(router.stop, _ROUTER_STOP_WITHIN)
-        await envoy.start()
+        if await first((router,), signals.get(), _ready(settings, router)) == 0:
+            return
+        await envoy.start()  # now: what came before the router is there would be a 500
         stack.push_async_callback(envoy.stop)  # the last in is the first to stop
         both = (router, envoy.child)
-        if await first(both, signals.get(), _ready(settings, router, envoy)) == 0:
+        if await first(both, signals.get(), envoy.ready()) == 0:
             return
         sink("kvreturn", f"ready: http://{reachable(settings.envoy.listen)}/v1")
         await first(both, signals.get())
@@ -95,12 +97,11 @@ async def run(
         await first(both, signals.get(), envoy.drain(settings.drain_timeout))
 
 
-async def _ready(settings: Settings, router: Child, envoy: EnvoyProcess) -> None:
+async def _ready(settings: Settings, router: Child) -> None:
     async def serving() -> bool:
         return await _is_serving(reachable(settings.listen))
 
     await router.ready(serving, _ROUTER_READY_WITHIN)
-    await envoy.ready()
 
 
 async def _is_serving(target: str) -> bool:

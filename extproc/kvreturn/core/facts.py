@@ -76,7 +76,7 @@ class Facts:
         elif self.local + _BLOCK >= prompt and self.local:
             self.outcome = Outcome.PARTIAL_HIT  # up to where the template changed the answer, or the client did
         else:
-            self.outcome = Outcome.EVICTED
+            self.outcome, self.detail = Outcome.EVICTED, None if self.local else "all"
 
     def kept(self, prompt: int) -> bool | None:
         """Whether P still had its predecessor's prompt, where that went the lazy way. None if nobody can tell.

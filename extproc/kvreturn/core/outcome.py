@@ -7,7 +7,8 @@ class Outcome(StrEnum):
     """Every turn ends in exactly one of these."""
 
     HIT = "hit"
-    """P read back all that D holds of this conversation, or proved it and had part of it already."""
+    """P read back all that D holds of this conversation, or proved it and had part of it already; or it had all of it,
+    after an eager return."""
     PARTIAL_HIT = "partial_hit"
     """P read back a prefix; behind it the prompt is another one than D's (dropped reasoning, an edit)."""
     FIRST_TURN = "first_turn"

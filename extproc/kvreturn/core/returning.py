@@ -108,15 +108,14 @@ class Job:
 
     def _are_these(self, proof: wire.Proof, tokens: Sequence[int]) -> bool:
         """Whether D's digests are those of these tokens: P and D may have rendered two prompts."""
-        held = self.handle.tokens
-        for lora in ("", self.model):
-            seed = wire.chain_seed(self.secret, lora=lora, cache_salt=self.salt)
-            if wire.scope_tag(seed) == proof.scope:
-                try:
-                    return wire.proven_tokens(proof, held, tokens, seed) == held
-                except wire.WireError:
-                    return False
-        return False
+        seeds = [wire.chain_seed(self.secret, lora=lora, cache_salt=self.salt) for lora in ("", self.model)]
+        seed = next((s for s in seeds if wire.scope_tag(s) == proof.scope), None)
+        if seed is None:
+            raise ReturnError("scope")
+        try:
+            return wire.proven_tokens(proof, self.handle.tokens, tokens, seed) == self.handle.tokens
+        except wire.WireError:
+            return False
 
 
 def return_body(form: Form, job: Job, tokens: Sequence[int], priority: int | None = None) -> bytes:

@@ -18,6 +18,14 @@ PAUSE = 0.3
 _AGAIN = 0.01  # seconds
 
 
+_WARM_UP = Script(
+    opening=[{"role": "user", "content": "Return the name of the file object that was opened. " * 20}],
+    turns=[["And now the next one."]],
+    tools=[],
+    max_tokens=8,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Played:
     """One turn, played one way.
@@ -109,6 +117,12 @@ class _Player:
         async with self.session.post(f"{self.front.prefill}/reset_prefix_cache") as response:
             response.raise_for_status()
             return bool((await response.json())["success"])
+
+
+async def warm_up(stack: Stack) -> None:
+    """Two turns in each way before anything is timed: first requests take longer, on real nodes by seconds."""
+    async for _ in play(stack, _WARM_UP):
+        pass
 
 
 async def play(stack: Stack, script: Script) -> AsyncIterator[Turn]:

@@ -6,19 +6,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvreturn.demo.run import play
-from kvreturn.demo.script import Script
 from kvreturn.demo.stack import WAYS, Stack, before_nodes, by_cache, free_addresses, health, prefill_name, start
 from kvreturn.demo.vllm_node import Role, VllmNode, make_model
 from kvreturn.envoy.process import Sink
 
 _READY_WITHIN = 600.0  # seconds; 122 on two busy cores
-_WARM_UP = Script(
-    opening=[{"role": "user", "content": "Return the name of the file object that was opened. " * 20}],
-    turns=[["And now the next one."]],
-    tools=[],
-    max_tokens=8,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +67,4 @@ async def on_vllm(options: VllmOptions, sink: Sink, progress: Callable[[str], No
         progress("router and Envoy")
         by_node = dict(zip((p.address for p in prefills), groups.values(), strict=True))
         fronts, children = await before_nodes(stack, sink, by_node, decode.address)
-        there = Stack(fronts, f"http://{plain.address}/v1", [*nodes, *children])
-        progress("the first requests (NIXL's handshakes)")
-        await there.while_alive(_warm_up(there))
-        yield there
-
-
-async def _warm_up(there: Stack) -> None:
-    """Two turns in each way before anything is timed: the first request of each kind takes seconds."""
-    async for _ in play(there, _WARM_UP):
-        pass
+        yield Stack(fronts, f"http://{plain.address}/v1", [*nodes, *children])

@@ -110,6 +110,8 @@ class Exchange:
             self._route = None
         if self._entered and self._turn:
             self._world.admission.leave(self._turn.tenant)
+        if self._response:
+            self._response.capture.collect()
         if self._record:
             self._record.close()
 

@@ -40,6 +40,11 @@ _HINTS = {
     (Outcome.UNPROVEN, "no_digests"): "handles carry no digests: the decode nodes do not run the kvreturn connector",
     (Outcome.UNPROVEN, "no_report"): "P reads no sealed handles: the prefill nodes do not run the kvreturn connector; "
     "with stock prefill nodes set `proof: router`",
+    (
+        Outcome.EVICTED,
+        "all",
+    ): "nothing of what went back eagerly is left on P when the next turn comes: is its prefix cache on (vLLM's "
+    "--enable-prefix-caching), and large enough?",
     (Outcome.READ_FAILED, "timeout"): "a prefill node did not answer a request that carried a handle: is "
     "bidirectional_kv_xfer on there? Handles of that decode engine are not used for a while",
     (Outcome.PREFILL_FAILED, "no_kv_transfer_params"): "prefill nodes answer without kv_transfer_params: do they run "
@@ -189,7 +194,8 @@ class TurnRecord:
         elif self._status is None and not facts.fallback:
             metrics.stranded.inc()
         error = turn.answer.error or (str(self._status) if (self._status or 0) >= _ERRORS else None)
-        if self._status is not None and not error and not self._ended:
+        # Clients may close as soon as they have the end, which is no loss to anybody.
+        if self._status is not None and not error and not self._ended and not turn.answer.finish_reasons:
             metrics.incomplete.inc()
             error = "incomplete"
         if error:

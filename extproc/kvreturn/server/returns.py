@@ -6,6 +6,7 @@ next turn or the return, has it.
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # Seconds. A return that waits for room on P keeps D's blocks, for which a request on D may wait that keeps P's. Our
 # connector on D lets go of them; where there is none, the return must.
 _STOCK = 5.0
+log = logging.getLogger("kvreturn.return")
 _PROBE_SECONDS = 10.0
 _FREE_SECONDS = 5.0
 _FREES = 8  # at a time
@@ -183,6 +185,11 @@ class Returns:
                 self._unseen[task.ticket] = job.prefill_node, job.finish_reason, self._world.clock()
         except ReturnError as e:
             result = e.reason
+            if result == "scope":
+                self._world.warn_once(
+                    "nothing goes back eagerly: handles are made under another secret; KVRETURN_SECRET must be the "
+                    "same on the router and on all nodes"
+                )
             await self._stay(task)
         finally:
             self._tenants[job.tenant] -= 1
@@ -247,10 +254,12 @@ class Returns:
                 settings.deadline if form is Form.SEALED else min(settings.deadline, _STOCK),
                 {**task.credentials, **headers_of(span)},
             )
-            result = read_return(form, reply, job.prefill_node)
-            world.metrics.return_seconds.observe(world.clock() - begun)
+            result, read = read_return(form, reply, job.prefill_node, job.handle.tokens)
+            seconds = world.clock() - begun
+            world.metrics.return_seconds.observe(seconds)
+            log.info("result=%s held=%d read=%d ms=%.1f", result, job.handle.tokens, read, seconds * 1e3)
             if result in ARRIVED:
-                world.metrics.returned_tokens.inc(job.handle.tokens)
+                world.metrics.returned_tokens.inc(read)
                 await world.replace(ticket, back)
             else:
                 await world.replace(ticket, replace(back, returned=0, reason=Outcome.RETURN_FAILED))

@@ -52,7 +52,9 @@ class Metrics:
         self.saved_seconds = counter(
             "prefill_saved_seconds", "Time that prefill legs would have taken longer, estimated from other legs."
         )
-        self.returned_tokens = counter("returned_tokens", "Tokens that went back to P by eager returns.")
+        self.returned_tokens = counter(
+            "returned_tokens", "Tokens that P read back in eager returns, as P reports them."
+        )
         self.return_seconds = histogram("return_duration_seconds", "Eager returns.")
         self.frees = counter("frees", "Requests to free a handle's blocks on D that nobody will read.", "result")
         self.retries = counter("prefill_retries", "Prefill requests that were sent again, cold.")

@@ -202,7 +202,5 @@ def _exporter(name: str, environ: Mapping[str, str]) -> "SpanExporter":
 
             return OTLPSpanExporter()
     except ImportError as e:
-        raise TracingError(
-            f"traces by OTLP need the exporter: pip install 'kvreturn[otlp]' ({e.name} is missing)"
-        ) from e
+        raise TracingError(f"traces by OTLP need the exporter: pip install '.[otlp]' ({e.name} is missing)") from e
     raise TracingError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: give grpc or http/protobuf")

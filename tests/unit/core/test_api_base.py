@@ -78,7 +78,7 @@ def test_fr65_how_many_choices_are_asked_for(body: Json, choices: int) -> None:
     assert read_common(text(body))[0] == choices
 
 
-@pytest.mark.parametrize(("value", "stream"), [(True, True), (False, False), (None, False), ("false", False)])
+@pytest.mark.parametrize(("value", "stream"), [(True, True), (False, False), (None, False), (1, True), ("true", True)])
 def test_whether_it_streams(value: object, stream: bool) -> None:  # noqa: FBT001
     assert read_common(text({"stream": value}))[1] is stream
     assert read_common(text({}))[1] is False

@@ -89,8 +89,8 @@ BAD: list[tuple[str, Callable[[], Job], str]] = [
     ("beyond 32 bits", lambda: job(prompt=b"[4294967295]"), "no_tokens"),
     ("fewer than D holds", lambda: job(generated=GENERATED[:9]), "too_few_tokens"),
     ("another one in the middle", lambda: job(_other(range(1, 162))), "other_tokens"),
-    ("another salt", lambda: job(salt="s"), "other_tokens"),
-    ("another secret", lambda: job(secret=b"s"), "other_tokens"),
+    ("another salt", lambda: job(salt="s"), "scope"),
+    ("another secret", lambda: job(secret=b"s"), "scope"),
     ("digests for fewer blocks", lambda: job(d_handle(160, remote_num_tokens=144)), "other_tokens"),
 ]
 
