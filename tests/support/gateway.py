@@ -222,10 +222,11 @@ async def product(
     timing: Timing = NO_TIMING,
     template: str = "plain",
     store_responses: bool = False,
+    cached: bool = False,
     change: Callable[[Json], object] = lambda _: None,
     **changes: Any,  # noqa: ANN401 - settings as YAML has them
 ) -> AsyncIterator[Product]:
-    """Everything, with simulated nodes that run our connector; P has no prefix cache, so that what it reads shows.
+    """Everything, with simulated nodes that run our connector.
 
     Args:
         shipped: see `configuration`.
@@ -234,6 +235,7 @@ async def product(
         timing: of the nodes.
         template: of the nodes.
         store_responses: whether nodes keep responses.
+        cached: whether P has a prefix cache; without one, what it reads shows. Eager returns need it.
         change: edits Envoy's bootstrap.
         changes: see `configuration`.
     """
@@ -250,7 +252,7 @@ async def product(
         )
         return SimNode(config)
 
-    p = [node("prefill", "kvreturn", cache=False) for _ in range(prefills)]
+    p = [node("prefill", "kvreturn", cache=cached) for _ in range(prefills)]
     d = [node("decode", "kvreturn", cache=True) for _ in range(decodes)]
     oracle = node("single", "stock", cache=False)
     async with serving_sims(*p, *d, oracle) as urls:
