@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo engine test test-engine lint format proto docs clean
+.PHONY: help demo engine test test-engine replay fuzz lint format proto docs clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ engine: $(STAMP)  ## Install real vLLM for the CPU into .venv-engine (2.7 GB)
 
 test-engine: $(STAMP) $(if $(KVRETURN_ENGINE_PYTHON),,engine)  ## Tests on real vLLM nodes
 	$(BIN)/python -m pytest -m engine -s tests/engine $(ARGS)
+
+replay: $(STAMP)  ## All real histories under all templates, against tokens; prints what was missed
+	KVRETURN_REPLAY=all $(BIN)/python -m pytest -s --timeout 3600 tests/replay $(ARGS)
 
 lint: $(STAMP)  ## Formatting, lint, types
 	$(BIN)/ruff format --check .
