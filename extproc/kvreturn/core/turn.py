@@ -81,12 +81,16 @@ class Turn:
             body: the client's whole body.
         """
         try:
-            self.body = scrub_body(ObjectText(body))
-            self.policy = self._policy_for(read_model(self.body))
-            self.prompt = self.api.read(self.body, strict=self.policy.strict)
-        except (JSONTextError, BadRequestError) as e:
+            return (yield from self._decide(body))
+        # The latter also late: how deep is too deep for a parser depends on how deep the stack is where it is called.
+        except (BadRequestError, JSONTextError) as e:
             self.facts.outcome = Outcome.REJECTED
             return Refuse(400, self.api.error(f"kvreturn: {e}", "BadRequestError", 400))
+
+    def _decide(self, body: bytes) -> Generator[Effect, Result, Forward | Refuse]:
+        self.body = scrub_body(ObjectText(body))
+        self.policy = self._policy_for(read_model(self.body))
+        self.prompt = self.api.read(self.body, strict=self.policy.strict)
         self.trail = self._scope.trail(self.prompt.root, self.prompt.items)
         self.ids = plan_ids(self.prompt, self.policy, self.body)
         if self.prompt.alone:
