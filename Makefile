@@ -30,6 +30,10 @@ test-engine: $(STAMP) $(if $(KVRETURN_ENGINE_PYTHON),,engine)  ## Tests on real 
 replay: $(STAMP)  ## All real histories under all templates, against tokens; prints what was missed
 	KVRETURN_REPLAY=all $(BIN)/python -m pytest -s --timeout 3600 tests/replay $(ARGS)
 
+fuzz: $(STAMP)  ## The fuzz targets for SECONDS (600) together, guided by coverage; ARGS=NAME for one of them
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,fuzz]'
+	$(BIN)/python scripts/run_fuzz.py --seconds $(or $(SECONDS),600) $(ARGS)
+
 lint: $(STAMP)  ## Formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -46,4 +50,4 @@ docs: $(STAMP)  ## Generate the reference parts of README.md and envoy/*.yaml
 	$(BIN)/python scripts/gen_docs.py
 
 clean:  ## Remove the virtual environment and caches
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz
