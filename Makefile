@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo engine test test-engine clients test-clients lint format proto docs clean
+.PHONY: help demo engine test test-engine clients test-clients replay fuzz lint format proto docs clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,13 @@ clients: $(STAMP)  ## Install client libraries from PyPI and npm into .venv-clie
 test-clients: $(STAMP) $(if $(KVRETURN_CLIENTS_PYTHON),,clients)  ## Tests with client libraries as they are
 	$(BIN)/python -m pytest -m clients -s tests/clients $(ARGS)
 
+replay: $(STAMP)  ## All real histories under all templates, against tokens; prints what was missed
+	KVRETURN_REPLAY=all $(BIN)/python -m pytest -s --timeout 3600 tests/replay $(ARGS)
+
+fuzz: $(STAMP)  ## The fuzz targets for SECONDS (600) together, guided by coverage; ARGS=NAME for one of them
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,fuzz]'
+	$(BIN)/python scripts/run_fuzz.py --seconds $(or $(SECONDS),600) $(ARGS)
+
 lint: $(STAMP)  ## Formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -49,4 +56,4 @@ docs: $(STAMP)  ## Generate the reference parts of README.md and envoy/*.yaml
 	$(BIN)/python scripts/gen_docs.py
 
 clean:  ## Remove the virtual environment and caches
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz

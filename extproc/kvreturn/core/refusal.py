@@ -37,7 +37,9 @@ def strip_refusal(body: bytes, api: API, status: int) -> bytes:
     if not any(name in text for name in _MEMBERS):
         return text
     words = "kvreturn: the node refused the request; what it says is withheld, since it quotes transfer parameters"
-    return api.error(words, HTTPStatus(status).phrase.replace(" ", ""), status)
+    # Not every status has a name: nginx has 499, and overloaded servers answer 529.
+    phrase = next((known.phrase for known in HTTPStatus if known == status), "Node Error")
+    return api.error(words, phrase.replace(" ", ""), status)
 
 
 def _unquoted(text: bytes) -> bytes:

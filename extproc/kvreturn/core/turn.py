@@ -101,15 +101,19 @@ class Turn:
             body: the client's whole body.
         """
         try:
-            self.body = scrub_body(ObjectText(body))
-            model = read_model(self.body)
-            self.policy = self._policy_for(model)
-            self._identify(model)
-            self.prompt = self.api.read(self.body, strict=self.policy.strict, longest=self.policy.history)
+            return (yield from self._decide(body))
+        # The latter also late: how deep is too deep for a parser depends on how deep the stack is where it is called.
         except (JSONTextError, BadRequestError) as e:
             self.facts.outcome = Outcome.REJECTED
             status, kind, why = _TOO_LONG if isinstance(e, TooLongError) else _BAD
             return Refuse(status, self.api.error(f"kvreturn: {e}", kind, status), why=why)
+
+    def _decide(self, body: bytes) -> Generator[Effect, Result, Forward | Refuse]:
+        self.body = scrub_body(ObjectText(body))
+        model = read_model(self.body)
+        self.policy = self._policy_for(model)
+        self._identify(model)
+        self.prompt = self.api.read(self.body, strict=self.policy.strict, longest=self.policy.history)
         self.trail = self._scope.trail(self.prompt.root, self.prompt.items)
         self.ids = plan_ids(self.prompt, self.policy, self.body)
         if self.prompt.alone:

@@ -63,7 +63,7 @@ def test_other_ways_to_quote_them(quoted: str, kept: str) -> None:
         f"Traceback: {p_params()}".encode(),
     ],
 )
-@pytest.mark.parametrize("status", [400, 500])
+@pytest.mark.parametrize("status", [400, 499, 500, 529])
 def test_what_cannot_be_cut_out_is_withheld(body: bytes, status: int) -> None:
     out = json.loads(strip_refusal(body, Messages(), status))
     assert out["type"] == "error"
