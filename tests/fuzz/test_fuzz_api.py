@@ -21,6 +21,7 @@ from kvreturn.core.ports import (
     Awaited,
     Effect,
     Forward,
+    Recall,
     Record,
     Refuse,
     Reply,
@@ -134,6 +135,8 @@ def test_a_turn_ends_in_a_decision_and_leaks_nothing(  # noqa: PLR0917 - drawn
         match effect:
             case Take():
                 return taken
+            case Recall():
+                return Taken()
             case Await():
                 return Awaited("late")
             case Ask():
@@ -156,7 +159,7 @@ def test_a_turn_ends_in_a_decision_and_leaks_nothing(  # noqa: PLR0917 - drawn
     raw = [compact({PARAMS: handle, **p} if i == len(parts) - 1 else p) for i, p in enumerate(parts)]
     text = b"".join(b"data: %b\n\n" % r for r in raw) if stream else raw[-1]
     kind = "text/event-stream" if stream else "application/json"
-    capture = open_capture(kind, turn.answer, event_bytes=1 << 20, response_bytes=1 << 20, hides_ids=turn.hides_ids)
+    capture = open_capture(kind, turn.answer, event_bytes=1 << 20, response_bytes=1 << 20, ids=turn.ids_in_answer)
     out = b"".join([capture.decode(piece) for piece in at(offsets, text)]) + capture.flush()
     assert SECRET.encode() not in out
     turn.settle(capture, D1)

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from kvreturn.cli.main import main
-from kvreturn.config import load_settings
+from kvreturn.config_file import load_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

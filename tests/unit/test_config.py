@@ -7,7 +7,8 @@ import pytest
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from kvreturn.config import ConfigError, Settings, load_settings
+from kvreturn.config import ConfigError, Settings
+from kvreturn.config_file import load_settings
 
 SMALLEST = {"pools": {"prefill": ["10.0.0.1:8000"], "decode": ["10.1.0.1:8000"]}}
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 import yaml
 
-from kvreturn.config import ConfigError, Settings, load_settings
+from kvreturn.config import ConfigError, Settings
+from kvreturn.config_file import load_settings
 from kvreturn.envoy.lint import lint
 from kvreturn.envoy.process import ProcessError
 from kvreturn.envoy.runner import validate

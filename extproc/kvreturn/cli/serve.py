@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from kvreturn.config import ConfigError, Settings, load_settings
+from kvreturn.config import ConfigError, Settings
+from kvreturn.config_file import load_settings
 from kvreturn.server.app import ListenError, serve
 from kvreturn.telemetry.tracing import TracingError
 

@@ -13,7 +13,8 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvreturn.config import ConfigError, Settings, load_settings
+from kvreturn.config import ConfigError, Settings
+from kvreturn.config_file import load_settings
 from kvreturn.envoy.ports import reachable, unavailable
 from kvreturn.envoy.process import Child, ProcessError, Sink, first
 from kvreturn.envoy.runner import EnvoyProcess

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from kvreturn.config import ConfigError, Settings, load_settings
+from kvreturn.config import ConfigError, Settings
+from kvreturn.config_file import load_settings
 from kvreturn.envoy import bootstrap, protos
 from kvreturn.envoy.protos import (
     cluster_pb,

@@ -1,0 +1,106 @@
+"""Loading the settings from YAML, with errors that name the line."""
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from kvreturn.config import SECRET_ENV, STORE_KEY_ENV, STORE_URL_ENV, ConfigError, Model, Settings
+
+# The settings that a variable of the environment replaces: they hold secrets.
+_FROM_ENV = {SECRET_ENV: ("secret",), STORE_URL_ENV: ("store", "url"), STORE_KEY_ENV: ("store", "encryption_key")}
+
+
+def load_settings(path: Path, environ: Mapping[str, str] = os.environ) -> Settings:
+    """Read settings from a YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, or has a wrong or unknown member.
+    """
+    try:
+        text = path.read_text()
+        node = yaml.compose(text, yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}") from e
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: not YAML: {e}") from e
+    if isinstance(node, yaml.Node) and (twice := _duplicate(node)):
+        raise ConfigError(f"{path}:{twice.start_mark.line + 1}: {twice.value}: given twice")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: the file must hold one mapping; see the README for the smallest one")
+    for variable, (*sections, name) in _FROM_ENV.items():
+        if environ.get(variable):
+            section = data
+            for step in sections:
+                section = section.setdefault(step, {})
+            if isinstance(section, dict):  # else the model says what is wrong
+                section[name] = environ[variable]
+    try:
+        return Settings.model_validate(data)
+    except ValidationError as e:
+        lines = [f"{path}:{_line(node, err['loc'])}: {_explain(err)}" for err in e.errors()]
+        raise ConfigError("\n".join(lines)) from None
+
+
+def _duplicate(node: yaml.Node) -> yaml.ScalarNode | None:
+    """The second key of two that are the same; YAML would take the last one without a word."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                return key
+            seen.add(str(key.value))
+            if found := _duplicate(value):
+                return found
+    elif isinstance(node, yaml.SequenceNode):
+        return next((found for item in node.value if (found := _duplicate(item))), None)
+    return None
+
+
+def _line(node: yaml.Node | None, loc: tuple[int | str, ...]) -> int:
+    """The line of the member that `loc` names, or of the nearest one around it."""
+    line = 1
+    for step in loc:
+        found = None
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.value == step:
+                    line, found = key.start_mark.line + 1, value
+        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+            found = node.value[step]
+            line = found.start_mark.line + 1
+        if found is None:
+            break
+        node = found
+    return line
+
+
+def _explain(err: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails, whose members vary
+    loc = err["loc"]
+    where = ".".join(str(part) for part in loc)
+    if err["type"] != "extra_forbidden":
+        message = str(err["msg"]).removeprefix("Value error, ")
+        return f"{where}: {message}" if where else message
+    close = difflib.get_close_matches(str(loc[-1]), _known(loc[:-1]), n=1)
+    return f"{where}: unknown setting" + (f"; did you mean `{close[0]}`?" if close else "")
+
+
+def _known(loc: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Settings
+    if loc[:1] == ("models",):  # its keys are free
+        return _names(Model)
+    for step in loc:
+        annotation = model.model_fields[str(step)].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)  # nothing else forbids members
+        model = annotation
+    return _names(model)
+
+
+def _names(model: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in model.model_fields.items()]
