@@ -122,6 +122,8 @@ async def _run(client: Client, runs: list[str]) -> list[Any]:
             await process.wait()
     assert process.returncode == 0, notes.decode()
     transcripts: list[Any] = json.loads(out.splitlines()[-1])  # some print notes before it
+    for transcript in transcripts:
+        transcript["calls"].sort(key=json.dumps)  # pydantic-ai runs calls of one answer in threads, in any order
     return transcripts
 
 
