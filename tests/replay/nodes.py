@@ -1,6 +1,6 @@
 """A P and a D that know tokens and no KV: what they hold is compared with what is read, token by token.
 
-P computes nothing, and has no prefix cache, so all that it could reuse must come from D.
+P reads all that it can from D, as if it had no prefix cache; what one would have had is told beside it.
 """
 
 import itertools
@@ -32,6 +32,7 @@ class Nodes:
     Attributes:
         held: the tokens whose KV D holds, by request id.
         read: how many tokens P read in the latest prefill.
+        prompts: all that P has seen.
     """
 
     template: Template
@@ -40,6 +41,7 @@ class Nodes:
     rng: random.Random | None = None
     held: dict[str, list[int]] = field(default_factory=dict)
     read: int = 0
+    prompts: list[list[int]] = field(default_factory=list)
     _names: "itertools.count[int]" = field(default_factory=itertools.count)
     _known: dict[str, list[int]] = field(default_factory=dict)
 
@@ -58,6 +60,11 @@ class Nodes:
             found[name] = same if same == len(held) else same - same % BLOCK
         return {name: tokens for name, tokens in found.items() if tokens >= THRESHOLD}
 
+    def cached(self, prompt: Sequence[int]) -> int:
+        """What of the prompt a P with a large prefix cache would have itself: whole blocks."""
+        same = max((shared(seen, prompt) for seen in self.prompts), default=0)
+        return same - same % BLOCK
+
     def prefill(self, ask: Ask) -> Reply:
         """P's answer. Reads nothing that is not the prompt's, or the test fails."""
         body = json.loads(ask.body)
@@ -67,6 +74,7 @@ class Nodes:
         sealed = params.get("kvreturn", {}).get("handle")
         assert not (sealed and self.stock), "sealed for a stock P"
         handle = sealed or (params if params["remote_block_ids"] else None)
+        self.prompts.append(prompt)
         self.read, report = 0, {}
         if handle:
             held = self.held.pop(handle["remote_request_id"], None)

@@ -29,6 +29,7 @@ class Tally:
         missed: those of them in which less was read.
         tokens: that could have been read.
         lost: those of them that were not.
+        dear: those of the lost that P's own prefix cache would not have had either.
         outcomes: of the turns that missed.
     """
 
@@ -37,10 +38,11 @@ class Tally:
     missed: int = 0
     tokens: int = 0
     lost: int = 0
+    dear: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: "Tally") -> None:
-        for name in ("turns", "provable", "missed", "tokens", "lost"):
+        for name in ("turns", "provable", "missed", "tokens", "lost", "dear"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.outcomes += other.outcomes
 
@@ -60,10 +62,10 @@ def play(client: Client, nodes: Nodes, policy: Policy) -> Tally:
     for spoken in client.history.turns:
         client.say(spoken.inputs)
         body = client.body()
-        possible = nodes.reusable(nodes.tokens(client.api.path, body))
+        prompt = nodes.tokens(client.api.path, body)
+        best, cached = max(nodes.reusable(prompt).values(), default=0), nodes.cached(prompt)
         turn, forward = _request(client, body, nodes, policy, store)
-        best = max(possible.values(), default=0)
-        _count(tally, best, nodes.read, turn)
+        _count(tally, best, nodes.read, cached, turn)
         written = "".join(nodes.template.written(m) for m in client.said(spoken.items))
         handle = nodes.decode(client.api.path, json.loads(forward.body), written)
         _respond(turn, spoken, handle, store)
@@ -71,11 +73,12 @@ def play(client: Client, nodes: Nodes, policy: Policy) -> Tally:
     return tally
 
 
-def _count(tally: Tally, best: int, read: int, turn: Turn) -> None:
+def _count(tally: Tally, best: int, read: int, cached: int, turn: Turn) -> None:
     assert read <= best, f"{read} tokens were read, and {best} could be proven"
     tally.turns += 1
     tally.tokens += best
     tally.lost += best - read
+    tally.dear += max(best - max(read, cached), 0)
     tally.provable += best > 0
     if read < best:
         tally.missed += 1

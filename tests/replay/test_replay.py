@@ -26,7 +26,8 @@ from support import corpus
 pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the official clients
 ALL = os.environ.get("KVRETURN_REPLAY") == "all"
 REWRITES: tuple[Habit, ...] = ("reminds", "elides")
-"""These change what was said before the latest answer, so that no turn's whole prompt is in the next one."""
+"""These change what was said before the latest answer, so that no turn's whole prompt is in the next one, and none is
+found. What D shares with the next prompt then ends inside the prompt before, which P has computed itself."""
 Table = dict[tuple[str, str, Habit], Tally]
 
 
@@ -64,9 +65,10 @@ def table() -> Iterator[Table]:
     """What was missed, by API, source and habit; printed in the end."""
     rows: Table = defaultdict(Tally)
     yield rows
-    print(f"\n{'API':12}{'histories':18}{'client':12}{'turns':>7}{'provable':>10}{'missed':>8}{'of tokens':>11}")
+    heads = f"{'turns':>7}{'provable':>10}{'missed':>8}{'of tokens':>11}{'dear':>7}"
+    print(f"\n{'API':12}{'histories':18}{'client':12}{heads}")
     for (api, source, habit), tally in rows.items():
-        counts = f"{tally.turns:7}{tally.provable:10}{tally.missed:8}{tally.share:11.2%}"
+        counts = f"{tally.turns:7}{tally.provable:10}{tally.missed:8}{tally.share:11.2%}{tally.dear:7}"
         print(f"{api:12}{source:18}{habit:12}{counts}  {dict(tally.outcomes) or ''}")
 
 
@@ -76,6 +78,7 @@ def test_only_what_the_prompt_has_is_read_and_all_that_could_be(client: type[Cli
         nodes = Nodes(template, tokenizer(), stock, random.Random(1) if odd else None)
         tally = play(client(history, habit), nodes, Policy(proof="router" if stock else "connector"))
         table[client.api.name, history.source, habit].add(tally)
+        assert tally.dear == 0, f"{history.source}, {habit}, {template.name}: {tally}"
         if habit not in REWRITES:
             assert tally.provable, "the nodes share nothing, so that nothing was shown"
             assert (tally.missed, tally.lost) == (0, 0), f"{history.source}, {habit}, {template.name}: {tally}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvreturn.core import wire
 from kvreturn.core.address import is_local, split_address
-from kvreturn.core.api.base import API, Usage
+from kvreturn.core.api.base import API, Usage, is_count
 from kvreturn.core.handle import PARAMS
 from kvreturn.core.jsontext import JSONTextError, ObjectText
 from kvreturn.core.ports import Failure, Refuse, Reply
@@ -45,7 +45,8 @@ class PrefillAnswer:
         """Tokens that P had in its own prefix cache, of a request that carried no handle; None if nobody tells."""
         if self.report:
             return self.report.local
-        return ObjectText(self.params).load(_CACHED) if self.usage.cached is None else self.usage.cached
+        cached = ObjectText(self.params).load(_CACHED) if self.usage.cached is None else self.usage.cached
+        return cached if is_count(cached) else None
 
     def decode_params(self, ids: bytes | None, *, keep: bool) -> bytes:
         """P's object for D: whole.

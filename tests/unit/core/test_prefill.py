@@ -100,12 +100,21 @@ def test_a_report_that_cannot_be_read_is_none(report: Json) -> None:
         ({"prompt_tokens": 5, "prompt_tokens_details": None}, 5, None),
         ({"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": None}}, 5, None),
         ({"prompt_tokens": 5, "prompt_tokens_details": {"cached_tokens": 3}}, 5, 3),
+        ({"prompt_tokens": -1, "prompt_tokens_details": {"cached_tokens": -1}}, None, None),
+        ({"prompt_tokens": 10**400, "prompt_tokens_details": {"cached_tokens": 2**31}}, None, None),
     ],
 )
 def test_usage_counts_only_what_is_a_count(usage: object, prompt: int | None, cached: int | None) -> None:
     answer = read(reply_with(p_params(), usage=usage))
     assert isinstance(answer, PrefillAnswer)
     assert (answer.usage.prompt, answer.usage.cached) == (prompt, cached)
+
+
+@pytest.mark.parametrize(("cached", "local"), [(96, 96), (0, 0), (None, None), (-1, None), ("96", None), ([96], None)])
+def test_what_a_stock_p_had_itself_is_a_count(cached: object, local: int | None) -> None:
+    answer = read(reply_with(p_params(remote_prefill_cached_tokens=cached)))
+    assert isinstance(answer, PrefillAnswer)
+    assert answer.local == local
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,11 @@ class Prompt:
     stored: str | None = None
 
 
+def is_count(value: Any) -> bool:  # noqa: ANN401 - JSON
+    """Whether this is a number of tokens that can be reckoned with, whatever a node says."""
+    return type(value) is int and 0 <= value < 2**31
+
+
 @dataclass(slots=True)
 class Usage:
     """Token counts of a response, None where it does not say."""
@@ -79,7 +84,7 @@ class Usage:
             prompt += sum(n for n in (obj.get(name) for name in _APART) if type(n) is int)
         completion = obj.get("completion_tokens", obj.get("output_tokens"))
         for name, value in (("prompt", prompt), ("completion", completion), ("cached", cached)):
-            if type(value) is int:
+            if is_count(value):
                 setattr(self, name, value)
 
 
