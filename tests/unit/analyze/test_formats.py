@@ -282,7 +282,9 @@ def test_standard_input_is_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"no gzip", gzip.compress(b"one\n" * 1000)[:-9], gzip.compress(b"x")[:12] + b"~~~~~~"]
+    "content",
+    [b"no gzip", gzip.compress(b"one\n" * 1000)[:-9], gzip.compress(b"x")[:12] + b"~~~~~~"],
+    ids=["none", "cut off", "broken inside"],
 )
 def test_broken_gzip_is_an_error_that_names_the_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "log.gz").write_bytes(content)
