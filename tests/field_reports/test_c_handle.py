@@ -13,7 +13,7 @@ import pytest
 
 from kvreturn.config import Breaker
 from kvreturn.core.cost import CostModel
-from kvreturn.core.handle import direct, read_handle, sealed
+from kvreturn.core.handle import clipped, direct, read_handle, sealed
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.policy import Policy
 from kvreturn.core.ports import Forward, Reply, Taken
@@ -433,3 +433,15 @@ def test_fr89_d_gets_the_clients_messages_unchanged() -> None:
     d_body = Drive(body).d_body
     assert {k: d_body[k] for k in body} == body
     assert P1 not in json.dumps(d_body["messages"])
+
+
+@pytest.mark.parametrize("held", [160, 159, 145])
+def test_090_no_form_says_that_d_holds_more_than_it_does(held: int) -> None:
+    """A full hit is for vLLM to make of the count: D's own is passed on, or a lower one."""
+    handle = read_handle(compact(d_handle(held)))
+    carried = json.loads(sealed(handle))["kvreturn"]["handle"]
+    assert carried["remote_num_tokens"] == json.loads(direct(handle))["remote_num_tokens"] == held
+    for proven in (held + 1, held, 128):
+        clip = json.loads(clipped(handle, proven))
+        assert clip["remote_num_tokens"] == min(held, proven)
+        assert len(clip["remote_block_ids"][0]) == -(-min(held, proven) // 16)
