@@ -265,7 +265,8 @@ async def test_085_parameters_of_clients_reach_no_node(place: str, path: str) ->
             assert not any(b"evil" in body or b"666" in body for body in seen)
             assert envoy.client.status == 200
             assert (b'"keep"' in envoy.upstream.body) == (place == "vllm_xargs")
-            assert len(router.asks) == 1
+            # A prompt too short to be found again leaves a handle that is freed at once (by a prompt of ours).
+            assert len([ask for ask in router.asks if b'"prompt":[1]' not in ask.body]) == 1
 
 
 async def test_088_headers_that_steer_routing_are_the_routers_own() -> None:

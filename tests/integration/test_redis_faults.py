@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from kvreturn.cli.main import main
 from kvreturn.server.app import running
+from kvreturn.server.world import ForeignError
 from support.envoy import unused_address
 from support.extproc import Request, Response
 from support.harness import DECODE, Harness, settings
@@ -68,7 +69,9 @@ async def test_every_router_knows_which_node_keeps_a_response(redis: Server, rou
     mine, foreign = one.scope({"authorization": "Bearer a"}), one.scope({"authorization": "Bearer b"})
     await one.set_owner(mine, "resp_1", DECODE)
     assert [await other.owner(mine, "resp_1") for _ in range(2)] == [DECODE, DECODE]
-    assert await other.owner(foreign, "resp_1") is None
+    with pytest.raises(ForeignError):
+        await other.owner(foreign, "resp_1")
+    assert await other.owner(foreign, "resp_2") is None
 
 
 async def test_of_200_concurrent_turns_at_two_routers_one_gets_the_handle(redis: Server, router: Router) -> None:

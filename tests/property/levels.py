@@ -45,7 +45,7 @@ LEVELS = {
         6,
         {**_REUSE, "local_hit": 4, "node_gone": 1, "return_failed": 1, "evicted": 5},
         read=6_000,
-        returns={"returned": 14, "computed": 1, "timeout": 1},
+        returns={"returned": 14, "timeout": 1},
     ),
     "router": Level(
         Kinds("router", "stock", "kvreturn", returns=_MIXED, others=(None, None, _FLAGGED)),
@@ -63,7 +63,7 @@ LEVELS = {
         3,
         {**_RETURNED, "partial_hit": 1, "evicted": 2, "local_hit": 1},
         read=1_500,
-        returns={"returned": 25, "computed": 5, "taken": 1, "timeout": 1, "busy": 1},
+        returns={"returned": 25, "local": 5, "taken": 1, "timeout": 1, "busy": 1},
     ),
     "eager, router": Level(
         Kinds("router", "stock", "kvreturn", returns=_EAGER, others=(None, _FLAGGED, _OWN), p_cache=_CACHED),

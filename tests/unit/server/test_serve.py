@@ -187,7 +187,7 @@ BAD = [
         POOLS + "lissten: 127.0.0.1:9090\n",
         "kvreturn.yaml:2: lissten: unknown setting; did you mean `listen`?",
     ),
-    ("a bad address", POOLS + "listen: '9090'\n", "kvreturn.yaml:2: listen: Value error, '9090' is no host:port"),
+    ("a bad address", POOLS + "listen: '9090'\n", "kvreturn.yaml:2: listen: '9090' is no host:port"),
     ("one port twice", POOLS + "listen: 127.0.0.1:9091\n", "must all differ"),
     ("a wrong value", POOLS + "\nproof: maybe\n", "kvreturn.yaml:3: proof: Input should be"),
 ]
