@@ -40,10 +40,10 @@ def leave(turn: "Turn", capture: Capture, decode_node: str | None) -> Put | None
         keys = [place for key in named for place in turn.trail.places(key, turn.session_key)]
         record = _record(turn, handle, node)
         job = _job(turn, capture, handle, record)
-        if keys and (job or turn.reads_later):
+        if keys and record.ttl > 0 and (job or turn.reads_later):
             turn.facts.captured = True
             return Put(keys, record, job)
-        reason = Outcome.DISABLED if keys else Outcome.UNPROVEN
+        reason = Outcome.UNPROVEN if not keys else Outcome.DISABLED if record.ttl > 0 else Outcome.EXPIRED
     if handle:
         turn.spare.append(_record(turn, handle, node))
     key = turn.trail.prompt_key()

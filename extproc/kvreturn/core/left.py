@@ -5,6 +5,7 @@ new turns return at once, but these stay where they are until their TTL, or unti
 used up, and there is so much less room for turns that run.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class Return:
         record: the record, with the handle.
         credentials: headers of the turn's request that the node may want.
         watched: whether what becomes of it tells of other turns that end so.
+        until: when the record ends, in monotonic seconds.
     """
 
     ticket: bytes
@@ -33,6 +35,7 @@ class Return:
     record: Record
     credentials: Mapping[str, str] = field(default_factory=dict, repr=False)
     watched: bool = True
+    until: float = math.inf
 
 
 class LeftTurns:
@@ -55,6 +58,11 @@ class LeftTurns:
         if left:
             self._tokens -= left.job.handle.tokens
 
-    def oldest(self, decode_node: str) -> Return | None:
-        """The one that has been on this node for longest."""
-        return next((left for left in self._turns.values() if left.job.decode_node == decode_node), None)
+    def oldest(self, decode_node: str, now: float) -> Return | None:
+        """The one that has been on this node for longest, of those that D still has."""
+        for left in list(self._turns.values()):
+            if left.until <= now:
+                self.drop(left.ticket)
+            elif left.job.decode_node == decode_node:
+                return left
+        return None

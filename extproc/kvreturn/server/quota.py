@@ -46,7 +46,10 @@ class Quota:
         self._whose[ticket] = tenant
         self._until(share, ticket, ttl)
         self._sweep(tenant)
-        self._sweep(next(iter(self._shares)))  # in time it is each tenant's turn, those who never come back included
+        if self._shares:
+            self._sweep(
+                next(iter(self._shares))
+            )  # in time it is each tenant's turn, those who never come back included
         over = list(share.ends)[: max(len(share.ends) - self._share, 0)]
         for ticket_over in over:
             self.gone(ticket_over)

@@ -155,30 +155,35 @@ class TurnRecord:
         metrics = self._world.metrics
         if not self._stored and self._status == _OK:
             try:
-                put = self._turn.settle(capture, self._node)
+                await self._leave(capture)
             except Exception:
                 # The client's stream goes on; only the next turn of this conversation is cold.
                 metrics.capture_failed.inc()
                 log.exception("could not settle a turn")
-                put, self._stored = None, True
-            self._free()
-            if put:
                 self._stored = True
-                self.trace.event("terminal_event")
-                put = replace(put, record=replace(put.record, trace=self.trace.name))
-                with self.trace.step("store"):
-                    ticket, _ = await asyncio.gather(
-                        self._world.put(put, self._turn.tenant), self._world.note_session(self._turn, put.record)
-                    )
-                (metrics.captured if put.record.handle and ticket is not None else metrics.missing).inc()
-                if ticket is None:
-                    self._world.returns.free(put.record, self._credentials)
-                else:
-                    self._turn.facts.going = self._world.returns.offer(put, ticket, self._credentials)
         if end and not self._ended:
             self._ended = True
             metrics.capture_failed.inc(capture.failed is not None)
             metrics.oversize.inc(capture.oversize)
+
+    async def _leave(self, capture: Capture) -> None:
+        """Store what the turn leaves, and have it go back if that is best."""
+        put = self._turn.settle(capture, self._node)
+        self._free()
+        if put is None:
+            return
+        self._stored = True
+        self.trace.event("terminal_event")
+        put = replace(put, record=replace(put.record, trace=self.trace.name))
+        with self.trace.step("store"):
+            ticket, _ = await asyncio.gather(
+                self._world.put(put, self._turn.tenant), self._world.note_session(self._turn, put.record)
+            )
+        metrics = self._world.metrics
+        (metrics.captured if put.record.handle and ticket is not None else metrics.missing).inc()
+        # Without a ticket, it may be in the store all the same: what is late has not failed. So D keeps its blocks.
+        if ticket is not None:
+            self._turn.facts.going = self._world.returns.offer(put, ticket, self._credentials)
 
     def close(self) -> None:
         """The stream is over: say what became of the turn, once."""

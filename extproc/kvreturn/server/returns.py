@@ -96,7 +96,7 @@ class Returns:
             return f"lazy({obstacle})" if obstacle else f"eager({choice.why})"
         if choice.why not in _FINAL:
             # Nobody has come for it by then: that tells nothing of other turns that end so.
-            self._left.add(replace(task, watched=False))
+            self._left.add(replace(task, watched=False, until=self._world.clock() + task.record.ttl))
         return f"lazy({choice.why})"
 
     def _start(self, task: Return) -> str | None:
@@ -116,12 +116,14 @@ class Returns:
     def felt(self, node: str, pressure: Pressure) -> None:
         """A node has told how pressed it is. What was left on a D without room goes back, a little with each look."""
         for _ in range(self._settings.concurrency):
-            task = None if self._closed else self._left.oldest(node)
+            task = None if self._closed else self._left.oldest(node, self._world.clock())
             if task is None or not self.chooser.recalls(task.job.prefill_node, node, pressure, self._world.clock()):
                 return
             self._left.drop(task.ticket)
             self._world.metrics.recalls.inc()
-            self._start(task)
+            if self._start(task):
+                self._left.add(task)  # later, perhaps
+                return
 
     def taken(self, ticket: bytes) -> None:
         """The next turn has this record."""
@@ -181,6 +183,8 @@ class Returns:
                 result = await self._send(task, span) if ready else "busy"
             if result in _NOT_SENT:
                 await self._stay(task)
+                if not task.watched:
+                    self._left.add(task)  # later, perhaps
             if task.watched and result in ARRIVED:
                 self._unseen[task.ticket] = job.prefill_node, job.finish_reason, self._world.clock()
         except ReturnError as e:
@@ -226,11 +230,17 @@ class Returns:
                 slot.release()
 
     def _pace(self, job: Job) -> float:
-        """Seconds to wait so that no more goes back to a node than it may, on average."""
+        """Seconds to wait so that no more goes back to a node than it may, on average.
+
+        Raises:
+            TimeoutError: too long. Nothing is booked for it then.
+        """
         rate, now = self._settings.rate, self._world.clock()
         if rate is None:
             return 0.0
         begin = max(now, self._paced.get(job.prefill_node, now))
+        if begin - now > self._settings.patience:
+            raise TimeoutError
         self._paced[job.prefill_node] = begin + job.handle.tokens / rate
         return begin - now
 

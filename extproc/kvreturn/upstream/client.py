@@ -41,6 +41,7 @@ class PrefillClient:
     async def __aenter__(self) -> Self:
         """Open the connection pool."""
         self._session = aiohttp.ClientSession(
+            cookie_jar=aiohttp.DummyCookieJar(),  # what one client's answer sets is not for another's request
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT),
             auto_decompress=True,

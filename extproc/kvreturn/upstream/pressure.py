@@ -66,6 +66,7 @@ class PressureWatch:
     async def __aenter__(self) -> Self:
         """Begin."""
         self._session = aiohttp.ClientSession(
+            cookie_jar=aiohttp.DummyCookieJar(),  # what one client's answer sets is not for another's request
             # A kept one may be closed by the node at just that moment (uvicorn's timeout_keep_alive is 5 s).
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT),

@@ -42,17 +42,24 @@ def turns(*added: Return) -> LeftTurns:
 def test_each_node_has_its_oldest() -> None:
     a, b, c = turn("a", D2), turn("b"), turn("c")
     left = turns(a, b, c)
-    assert (left.oldest(D1), left.oldest(D2), left.oldest(P1)) == (b, a, None)
+    assert (left.oldest(D1, 0.0), left.oldest(D2, 0.0), left.oldest(P1, 0.0)) == (b, a, None)
     left.drop(b"b")
     left.drop(b"b")
-    assert (left.oldest(D1), left.oldest(D2)) == (c, a)
+    assert (left.oldest(D1, 0.0), left.oldest(D2, 0.0)) == (c, a)
 
 
 @pytest.mark.parametrize(("bound", "most"), [("_TURNS", 2), ("_TOKENS", 2 * 160), ("_TOKENS", 3 * 160 - 1)])
 def test_only_the_latest_are_known(monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
     monkeypatch.setattr(module, bound, most)
     left = turns(turn("a"), turn("b"), turn("c"))
-    assert left.oldest(D1) == turn("b")
+    assert left.oldest(D1, 0.0) == turn("b")
     left.drop(b"b")
     left.add(turn("d"))
-    assert left.oldest(D1) == turn("c")
+    assert left.oldest(D1, 0.0) == turn("c")
+
+
+def test_what_d_has_no_more_is_forgotten() -> None:
+    left = turns(replace(turn("a"), until=10.0), turn("b"))
+    assert left.oldest(D1, 9.9) == replace(turn("a"), until=10.0)
+    assert left.oldest(D1, 10.0) == turn("b")
+    assert left.oldest(D1, 0.0) == turn("b")

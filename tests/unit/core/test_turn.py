@@ -588,7 +588,7 @@ def test_a_turn_is_stored_under_its_whole_and_under_its_prompt() -> None:
     [
         (450.0, 480.0, 450.0),
         (450.0, 300.0, 290.0),
-        (450.0, 5.0, 0.0),
+        (450.0, 11.0, 1.0),
         (100.0, 480.0, 100.0),
         (470.0, 480.0, 470.0),
         (475.0, 480.0, 470.0),
@@ -598,6 +598,15 @@ def test_fr55_the_ttl_ends_before_ds_own(policy: float, ttl: float, expected: fl
     put, _, _ = Drive(FIRST, policy=replace(CONNECTOR, ttl=policy)).respond(answered("Hi", d_handle(ttl=ttl)))
     assert put
     assert put.record.ttl == expected
+
+
+@pytest.mark.parametrize("ttl", [5.0, 10.0])
+def test_a_handle_that_nobody_could_use_in_time_is_given_back(ttl: float) -> None:
+    drive = Drive(FIRST, policy=CONNECTOR)
+    put, _, _ = drive.respond(answered("Hi", d_handle(ttl=ttl)))
+    assert put
+    assert (put.record.handle, put.record.reason, put.record.ttl) == (None, Outcome.EXPIRED, 450.0)
+    assert [spare.handle for spare in drive.turn.spare] == [compact(d_handle(ttl=ttl))]
 
 
 def test_without_a_proof_the_ttl_is_the_configured_one() -> None:

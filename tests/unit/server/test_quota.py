@@ -11,6 +11,12 @@ def test_beyond_its_share_a_tenants_own_oldest_goes() -> None:
     assert len(quota) == 3
 
 
+def test_a_record_that_is_over_at_once_is_none() -> None:
+    quota = Quota(2, Clock())
+    assert quota.put(b"a", b"1", 0.0) == []
+    assert len(quota) == 0
+
+
 def test_what_was_taken_or_is_over_does_not_count() -> None:
     clock = Clock()
     quota = Quota(2, clock)

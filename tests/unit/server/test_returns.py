@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 from kvreturn.core.choice import Pressure
 from kvreturn.core.handle import read_handle
-from kvreturn.core.ports import Ask, Failure, Reply
+from kvreturn.core.ports import Ask, Failure, Record, Reply
 from support.extproc import Envoy, Request, Response
 from support.harness import DECODE, Clock, Harness, counts, settings
 from support.nodes import (
@@ -315,6 +315,18 @@ async def test_a_node_gets_no_more_tokens_per_second_than_it_may() -> None:
     assert results(r) == {"returned": 3}
 
 
+async def test_what_does_not_go_back_costs_the_next_ones_nothing() -> None:
+    clock = Clock()
+    node = Node()
+    r = Harness(settings(secret="", **{"return": "eager", "returns": {"rate": 160, "patience": 0.5}}), node, clock)
+    for i in range(10):
+        await play(r, Request(pieces=[chat(f"Conversation {i}")]))
+    assert results(r) == {"returned": 1, "busy": 9}
+    clock.now += 1.0  # 160 tokens later
+    await play(r, Request(pieces=[chat("Another one")]))
+    assert results(r) == {"returned": 2, "busy": 9}
+
+
 async def test_what_would_have_to_wait_too_long_for_its_rate_stays_lazy() -> None:
     node = Node()
     r = router(node, returns={"rate": 1, "patience": 0.01})
@@ -554,17 +566,20 @@ async def test_without_ids_and_without_proof_the_handle_is_freed_at_once() -> No
     assert r.metric("frees_total", result="sent") == 1
 
 
-async def test_a_handle_that_cannot_be_stored_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_handle_whose_put_is_late_is_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the store all the same, and the next turn may take it."""
     node = Node()
-    r = router(node)
+    r = router(node, **{"return": "lazy"})
+    put = r.world.store.put
 
-    async def fails(*_: object) -> bytes:
-        raise OSError
+    async def late(keys: Sequence[bytes], record: Record) -> bytes:
+        await put(keys, record)
+        raise TimeoutError
 
-    monkeypatch.setattr(r.world.store, "put", fails)
+    monkeypatch.setattr(r.world.store, "put", late)
     await play(r)
-    assert r.metric("frees_total", result="sent") == 1
-    assert node.returns == []
+    assert r.handles == 1
+    assert r.metric("frees_total", result="sent") == 0
 
 
 async def test_a_handle_that_cannot_be_used_is_freed() -> None:
