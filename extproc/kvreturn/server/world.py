@@ -39,6 +39,12 @@ class ForeignError(Exception):
     """A stored response is another tenant's."""
 
 
+def _folded(credential: str) -> str:
+    """A credential without what may be written in several ways: the case of its scheme, and white space."""
+    first, *rest = credential.split() or [""]
+    return " ".join([first.lower(), *rest]) if rest else first
+
+
 def _new_id() -> str:
     return uuid.uuid4().hex
 
@@ -140,7 +146,7 @@ class World:
         name = self.settings.tenant_header
         if name:
             return Scope(self.key, b"tenant\0" + headers.get(name.lower(), "").encode())
-        credentials = "\0".join(headers.get(h, "") for h in _CREDENTIALS)
+        credentials = "\0".join(_folded(headers.get(h, "")) for h in _CREDENTIALS)
         return Scope(self.key, b"credential\0" + keyed_hash(self.key, credentials.encode()))
 
     def warn_once(self, text: str) -> None:

@@ -179,7 +179,7 @@ async def test_each_tenants_turns_have_a_salt_of_their_own() -> None:
     alice = await salted(router, "alice", "Hi")
     # Worked out by hand, from what the secret and the tenant are.
     key = hmac.digest(b"a secret of these tests", b"fingerprints", "sha256")
-    tenant = b"credential\0" + keyed_hash(key, b"Bearer alice\0\0")
+    tenant = b"credential\0" + keyed_hash(key, b"bearer alice\0\0")
     assert alice == "kvreturn-salt-" + keyed_hash(key, tenant + b"\0salt\0").hex()
     assert await salted(replica, "alice", "Hi") == alice
     assert await salted(router, "bob", "Hi") != alice
@@ -233,3 +233,11 @@ async def test_no_refusal_shows_the_salt(whose: str) -> None:
 def test_salts_need_a_secret() -> None:
     with pytest.raises(ValidationError, match="tenant_cache_salt needs `secret`"):
         settings(tenant_cache_salt=True, secret="")
+
+
+def test_a_credential_is_the_same_however_its_scheme_is_written() -> None:
+    scope = harness().world.scope
+    same = [scope({"authorization": text}) for text in ("Bearer Key", "bearer  Key", " BEARER Key ")]
+    assert same[0] == same[1] == same[2]
+    assert scope({"authorization": "Bearer key"}) != same[0]
+    assert scope({"x-api-key": "Key"}) != scope({"x-api-key": "key"})
