@@ -167,9 +167,20 @@ def _tell(
 async def _until_signal(work: Coroutine[Any, Any, list[Turn]]) -> list[Turn]:
     """Run it, and end it in order when it is to stop or its terminal goes: the processes of the demo go with it."""
     task = asyncio.ensure_future(work)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    return await task
+    stopped: list[bool] = []
+
+    def stop() -> None:
+        stopped.append(True)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        return await task
+    except Exception:
+        if stopped:  # what broke on the way down is no news
+            raise asyncio.CancelledError from None
+        raise
 
 
 async def _run(script: Script, nodes: Nodes, console: Console) -> list[Turn]:
