@@ -82,7 +82,10 @@ def test_odd_types_of_members_do_no_harm() -> None:
 def test_odd_requests_are_told_what_is_wrong_in_the_shape_of_this_api() -> None:
     for code, kind in [
         (400, "invalid_request_error"),
+        (403, "permission_error"),
         (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (503, "overloaded_error"),
         (415, "invalid_request_error"),
         (500, "api_error"),
         (502, "api_error"),

@@ -141,7 +141,7 @@ async def test_no_key_of_one_tenant_is_ever_looked_for_by_another(
 
 async def test_a_turn_without_the_configured_tenant_header_is_refused() -> None:
     """It came past the auth filter; all such together would be one tenant."""
-    for path, shape in (("/v1/chat/completions", "PermissionDenied"), ("/v1/messages", "invalid_request_error")):
+    for path, shape in (("/v1/chat/completions", "PermissionDenied"), ("/v1/messages", "permission_error")):
         for headers in ({}, {"x-tenant": ""}, {"authorization": "Bearer a"}):
             router = harness(tenant_header="X-Tenant")
             envoy = await router.play(Request(path, [chat("Hi")], headers={**JSON, **headers}), END)

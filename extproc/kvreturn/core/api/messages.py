@@ -28,7 +28,15 @@ _SHAPE = ("model", "messages", "system", "cache_salt")
 _THINKING = frozenset({"thinking", "redacted_thinking"})
 # What a block has besides what the model gets of it. Clients move `cache_control` along from turn to turn.
 _EXTRAS = ("cache_control", "citations")
-_ERRORS = {413: "request_too_large", 504: "timeout_error"}
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _SERVER_ERROR = 500
 # The members of a block that arrive in pieces, by the type of the piece.
 _PIECES = {"text_delta": "text", "input_json_delta": "partial_json", "thinking_delta": "thinking"}
