@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvreturn.core import wire
-from kvreturn.core.handle import Handle, HandleError, check_mac, clipped
+from kvreturn.core.handle import Handle, HandleError, check_mac, clipped, digest_seed
 from kvreturn.core.jsontext import JSONTextError, loads
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Reply
@@ -66,8 +66,7 @@ def prove_with_tokens(handle: Handle, tokens: Sequence[int], secret: bytes, *, l
     """
     if handle.proof is None:
         raise Objection(Outcome.UNPROVEN, "no_digests")
-    seeds = [wire.chain_seed(secret, lora=name, cache_salt=cache_salt) for name in ("", lora)]
-    seed = next((s for s in seeds if wire.scope_tag(s) == handle.proof.scope), seeds[0])
+    seed = digest_seed(handle.proof, secret, lora=lora, cache_salt=cache_salt)
     try:
         check_mac(secret, handle)
         proven = wire.proven_tokens(handle.proof, handle.tokens, tokens, seed)

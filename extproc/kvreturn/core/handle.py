@@ -150,6 +150,19 @@ def clipped(handle: Handle, tokens: int) -> bytes:
     )
 
 
+def digest_seed(proof: wire.Proof, secret: bytes, *, lora: str, cache_salt: str) -> bytes:
+    """The seed under which D made its digests; where none fits, one that `wire.proven_tokens` refuses.
+
+    Args:
+        proof: D's.
+        secret: shared with D; empty where none is configured.
+        lora: the request's model, which names the adapter if it is one.
+        cache_salt: of the request, empty if it has none.
+    """
+    seeds = [wire.chain_seed(secret, lora=name, cache_salt=cache_salt) for name in ("", lora)]
+    return next((s for s in seeds if wire.scope_tag(s) == proof.scope), seeds[0])
+
+
 def check_mac(secret: bytes, handle: Handle) -> None:
     """Check the handle's MAC where a secret is configured.
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Literal
 
 from kvreturn.core import wire
-from kvreturn.core.handle import PARAMS, Handle, published, sealed
+from kvreturn.core.handle import PARAMS, Handle, digest_seed, published, sealed
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 
 PATH = "/v1/completions"
@@ -108,13 +108,12 @@ class Job:
 
     def _are_these(self, proof: wire.Proof, tokens: Sequence[int]) -> bool:
         """Whether D's digests are those of these tokens: P and D may have rendered two prompts."""
-        seeds = [wire.chain_seed(self.secret, lora=lora, cache_salt=self.salt) for lora in ("", self.model)]
-        seed = next((s for s in seeds if wire.scope_tag(s) == proof.scope), None)
-        if seed is None:
-            raise ReturnError("scope")
+        seed = digest_seed(proof, self.secret, lora=self.model, cache_salt=self.salt)
         try:
             return wire.proven_tokens(proof, self.handle.tokens, tokens, seed) == self.handle.tokens
-        except wire.WireError:
+        except wire.WireError as e:
+            if e.reason == "scope":
+                raise ReturnError("scope") from None
             return False
 
 
