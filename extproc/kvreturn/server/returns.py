@@ -7,7 +7,7 @@ next turn or the return, has it.
 import asyncio
 import contextlib
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from kvreturn.core.left import LeftTurns, Return
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Ask, Awaited, Put, Record, Reply
 from kvreturn.core.returning import PATH, Form, Job, ReturnError, free_body, probe_body, read_probe, return_body
+from kvreturn.core.unseen import Unseen
 from kvreturn.telemetry.tracing import headers_of
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ _PROBE_SECONDS = 10.0
 _FREE_SECONDS = 5.0
 _FREES = 8  # at a time
 _LOOK = 0.02  # seconds between looks at a busy prefill node
-_UNUSED, _UNSEEN = 600.0, 10_000  # seconds after which nobody comes for a return any more; how many are watched
 _NOT_SENT = ("busy", "unknown_node")
 _FREED = (200, 404)  # ours answers with a report, a stock node that it has no such model
 _FORBIDDEN = (401, 403)
@@ -60,9 +60,9 @@ class Returns:
         self._paced: dict[str, float] = {}  # when the next return to a node may begin
         self._running: dict[bytes, asyncio.Future[str | None]] = {}
         self._closed = False
-        self._unseen: OrderedDict[bytes, tuple[str, str | None, float]] = OrderedDict()  # nobody has come for them yet
         self._left = LeftTurns()
         self.chooser = Chooser()
+        self._unseen = Unseen(self.chooser)
 
     @property
     def waiting(self) -> int:
@@ -149,29 +149,18 @@ class Returns:
             decode=world.pressure.of(job.decode_node) if world.pressure else None,
             decode_node=job.decode_node or "",
             ttl=job.ttl,
-            worth_reading=world.judge.worth_reading(job.prefill_node, job.decode_node, job.handle.tokens),
+            # Each answer of "no" is tried now and then, so only who goes by it asks.
+            worth_reading=job.mode != "auto"
+            or world.judge.worth_reading(job.prefill_node, job.decode_node, job.handle.tokens),
         )
-        self._give_up()
+        self._unseen.give_up(world.clock())
         choice = self.chooser.choose(job.mode, moment, job.prefill_node, world.clock())
         world.metrics.return_choices.labels("eager" if choice.eager else "lazy", choice.why).inc()
         return choice
 
-    def _give_up(self) -> None:
-        """What nobody came for by now, nobody will, as far as can be learned from it."""
-        now = self._world.clock()
-        while self._unseen:
-            ticket, (node, reason, when) = next(iter(self._unseen.items()))
-            if now - when >= _UNUSED:
-                self.chooser.learned(node, reason, "unused", now)
-            elif len(self._unseen) <= _UNSEEN:
-                return
-            del self._unseen[ticket]
-
     def came(self, ticket: bytes, fate: Fate) -> None:
         """The next turn came, and P had what went back to it, or had it no more."""
-        seen = self._unseen.pop(ticket, None)
-        if seen:
-            self.chooser.learned(seen[0], seen[1], fate, self._world.clock())
+        self._unseen.came(ticket, fate, self._world.clock())
 
     async def _run(self, task: Return) -> None:
         job, record = task.job, task.record
@@ -186,7 +175,7 @@ class Returns:
                 if not task.watched:
                     self._left.add(task)  # later, perhaps
             if task.watched and result in ARRIVED:
-                self._unseen[task.ticket] = job.prefill_node, job.finish_reason, self._world.clock()
+                self._unseen.add(task.ticket, job.prefill_node, job.finish_reason, self._world.clock())
         except ReturnError as e:
             result = e.reason
             if result == "scope":
