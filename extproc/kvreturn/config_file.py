@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from kvreturn.config import SECRET_ENV, STORE_KEY_ENV, STORE_URL_ENV, ConfigError, Model, Settings
+from kvreturn.config import SECRET_ENV, ConfigError, Model, Settings
+from kvreturn.settings.store import STORE_KEY_ENV, STORE_URL_ENV
 
 # The settings that a variable of the environment replaces: they hold secrets.
 _FROM_ENV = {SECRET_ENV: ("secret",), STORE_URL_ENV: ("store", "url"), STORE_KEY_ENV: ("store", "encryption_key")}

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from kvreturn.config import Breaker
 from kvreturn.core.cost import CostModel
 from kvreturn.core.handle import clipped, direct, read_handle, sealed
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.policy import Policy
 from kvreturn.core.ports import Forward, Reply, Taken
+from kvreturn.settings.nodes import Breaker
 from kvreturn.store.memory import MemoryStore
 from kvreturn.upstream.forms import Forms
 from kvreturn.upstream.judge import NodeJudge

@@ -5,7 +5,7 @@ from typing import Literal, TypeVar
 
 from hypothesis import strategies as st
 
-from kvreturn.config import Proof, Return
+from kvreturn.settings.types import Proof, Return
 from kvreturn.sim import TEMPLATES
 from kvreturn.sim.config import ConnectorKind
 from kvreturn.sim.faults import FaultKind

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
-from kvreturn.config import Proof, Return
+from kvreturn.settings.types import Proof, Return
 from kvreturn.sim import TEMPLATES
 from kvreturn.sim.config import ConnectorKind
 from kvreturn.sim.faults import FaultKind

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvreturn.config import Return
+from kvreturn.settings.types import Return
 from property.draw import Kinds
 from property.history import SecondP
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvreturn.config import Proof
 from kvreturn.demo.script import Message, Script, built_in, from_file, reply
+from kvreturn.settings.types import Proof
 from kvreturn.sim.config import ConnectorKind
 from property.client import Asked
 from property.cluster import Cluster, open_cluster

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvreturn.config import Limits, Prefill
 from kvreturn.envoy.reading import Doc, chains, clusters, endpoints, is_type, normalise
 from kvreturn.envoy.rules import RULES
 from kvreturn.envoy.subject import Subject
+from kvreturn.settings.limits import Limits
+from kvreturn.settings.nodes import Prefill
 
 _OURS = "kvreturn"
 

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from kvreturn.config import Limits
 from kvreturn.core.api import API
 from kvreturn.core.ports import Refuse
+from kvreturn.settings.limits import Limits
 
 _LATER = {"retry-after": "1"}
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from kvreturn.config import Store
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Put, Record, SessionStore, Taken
+from kvreturn.settings.store import Store
 from kvreturn.store.errors import StoreError
 from kvreturn.telemetry.metrics import Metrics
 

@@ -3,11 +3,11 @@
 from collections import deque
 from collections.abc import Callable
 
-from kvreturn.config import Breaker
 from kvreturn.core.cost import CostModel
 from kvreturn.core.handle import Handle
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Record
+from kvreturn.settings.nodes import Breaker
 from kvreturn.upstream.forms import Forms
 from kvreturn.upstream.pool import Pool
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvreturn.config import Store
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Put, Record, Taken
+from kvreturn.settings.store import Store
 from kvreturn.store.errors import StoreError
 from kvreturn.store.guard import Guard
 from kvreturn.telemetry.metrics import Metrics

@@ -1,10 +1,10 @@
 import pytest
 
-from kvreturn.config import Breaker
 from kvreturn.core.cost import CostModel
 from kvreturn.core.handle import Handle, read_handle
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Record
+from kvreturn.settings.nodes import Breaker
 from kvreturn.upstream.forms import Forms
 from kvreturn.upstream.judge import NodeJudge
 from kvreturn.upstream.pool import Pool

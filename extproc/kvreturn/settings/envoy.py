@@ -1,0 +1,25 @@
+"""Envoy's own settings."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from kvreturn.settings.types import Address, Positive, Section
+
+
+class Envoy(Section):
+    """What `kvreturn envoy-config` and `kvreturn up` put into Envoy's bootstrap."""
+
+    listen: Address = Field("127.0.0.1:8000", description="Where clients connect.")
+    prefill_listen: Address = Field(
+        "127.0.0.1:8001", description="The router's way to prefill nodes; keep it on a loopback address."
+    )
+    admin: Address = Field("127.0.0.1:9901", description="Envoy's admin port; keep it on a loopback address.")
+    request_body_mode: Literal["BUFFERED", "FULL_DUPLEX_STREAMED"] = Field(
+        "BUFFERED", description="BUFFERED gave the lowest time to first token for bodies of 100 KB to 1 MB."
+    )
+    response_body_mode: Literal["STREAMED", "FULL_DUPLEX_STREAMED"] = Field(
+        "STREAMED", description="STREAMED fails cleanly when the router dies; FULL_DUPLEX_STREAMED can hang."
+    )
+    stream_idle_timeout: Positive = Field(300.0, description="Seconds without a byte after which Envoy ends a stream.")
+    health_check_path: str = Field("/health", description="Path of vLLM's health check.")

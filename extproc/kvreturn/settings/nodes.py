@@ -1,0 +1,43 @@
+"""The vLLM nodes, and what is sent to them."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from kvreturn.settings.types import Address, Count, Positive, Section
+
+
+class Pools(Section):
+    """The vLLM nodes."""
+
+    prefill: list[Address] = Field(min_length=1, description="Prefill nodes, `host:port` of their OpenAI server.")
+    decode: list[Address] = Field(min_length=1, description="Decode nodes, `host:port` of their OpenAI server.")
+
+
+class Prefill(Section):
+    """The prefill leg."""
+
+    via: Literal["envoy", "direct"] = Field(
+        "envoy",
+        description="`envoy`: through the loopback prefill listener, so that mTLS, circuit breaking, access logs and "
+        "tracing apply. `direct`: the router connects to the node itself.",
+    )
+    timeout: Positive = Field(60.0, description="Seconds for the whole leg, its one cold retry included.")
+    on_failure: Literal["fallback", "error"] = Field(
+        "fallback",
+        description="When prefill failed twice: `fallback` lets the decode node do the turn alone, `error` answers 502 "
+        "or 504.",
+    )
+
+    pass_token_ids: bool = Field(
+        default=True,
+        description="Have the prefill node tell the decode node the token ids of a text chat's prompt: it need not "
+        "tokenize again, and both mean the same prompt even if the template puts in the time of day.",
+    )
+
+
+class Breaker(Section):
+    """Stops attaching the handles of a decode engine whose reads fail (field report 83)."""
+
+    failures: Count = Field(5, description="So many failed reads of one engine's handles within `window` open it.")
+    window: Positive = Field(60.0, description="Seconds over which failures count, and for which it stays open.")
