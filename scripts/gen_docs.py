@@ -48,7 +48,7 @@ def _table(model: type[BaseModel]) -> list[str]:
 def _default(value: Any) -> str:  # noqa: ANN401 - any setting's value
     if value is PydanticUndefined:
         return "required"
-    if isinstance(value, SecretStr) or value in ({}, None):
+    if isinstance(value, SecretStr) or value in ({}, [], None):
         return "none"
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
 

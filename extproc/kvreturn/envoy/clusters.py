@@ -92,15 +92,17 @@ def node_cluster(name: str, nodes: Sequence[str], metadata_key: str, health_chec
     return cluster
 
 
-def router_cluster(listen: str) -> cluster_pb.Cluster:
-    """The ext_proc server, over HTTP/2.
+def router_cluster(listens: Sequence[str]) -> cluster_pb.Cluster:
+    """The ext_proc servers, over HTTP/2.
 
     No HTTP/2 keepalive: a gRPC server hangs up on a peer that pings an idle connection more than every five minutes.
 
     Args:
-        listen: `host:port` or `unix:/path` that the server binds.
+        listens: `host:port` or `unix:/path` that each server binds.
     """
-    cluster = _cluster(names.ROUTER_CLUSTER, [reachable(listen)], timedelta(seconds=1))
+    cluster = _cluster(names.ROUTER_CLUSTER, [reachable(listen) for listen in listens], timedelta(seconds=1))
+    if len(listens) > 1:
+        _spread(cluster)
     cluster.typed_extension_protocol_options[_HTTP_OPTIONS] = Any.pack(
         http_pb.HttpProtocolOptions(
             explicit_http_config=http_pb.HttpProtocolOptionsExplicitHttpConfig(
@@ -109,6 +111,24 @@ def router_cluster(listen: str) -> cluster_pb.Cluster:
         )
     )
     return cluster
+
+
+def _spread(cluster: cluster_pb.Cluster) -> None:
+    """Each stream to the router with the fewest, none to one that drains (its health fails) or is gone."""
+    cluster.load_balancing_policy = _policy(
+        "envoy.load_balancing_policies.least_request", least_request_pb.LeastRequest()
+    )
+    cluster.common_lb_config = cluster_pb.ClusterCommonLbConfig(healthy_panic_threshold=type_pb.Percent(value=1))
+    cluster.health_checks = [
+        core_pb.HealthCheck(
+            timeout=timedelta(seconds=1),
+            interval=timedelta(seconds=1),
+            no_traffic_interval=timedelta(seconds=1),
+            unhealthy_threshold=1,
+            healthy_threshold=1,
+            grpc_health_check=core_pb.HealthCheckGrpcHealthCheck(),
+        )
+    ]
 
 
 def _cluster(name: str, addresses: Sequence[str], connect_timeout: timedelta) -> cluster_pb.Cluster:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvreturn.settings.types import Address, Positive, Section
+from kvreturn.settings.types import Address, Listen, Positive, Section
 
 
 class Envoy(Section):
@@ -15,6 +15,11 @@ class Envoy(Section):
         "127.0.0.1:8001", description="The router's way to prefill nodes; keep it on a loopback address."
     )
     admin: Address = Field("127.0.0.1:9901", description="Envoy's admin port; keep it on a loopback address.")
+    routers: list[Listen] = Field(
+        [],
+        description="Where Envoy finds the routers, each as its own `listen`; they share a store. Empty: the router "
+        "of this file.",
+    )
     request_body_mode: Literal["BUFFERED", "FULL_DUPLEX_STREAMED"] = Field(
         "BUFFERED", description="BUFFERED gave the lowest time to first token for bodies of 100 KB to 1 MB."
     )
