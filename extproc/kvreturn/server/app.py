@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import grpc
 from aiohttp import web
@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvreturn.config import Settings
 from kvreturn.core.address import split_address
+from kvreturn.server.admin import admin_app
 from kvreturn.server.service import SERVICE, ExternalProcessor, server_options
 from kvreturn.server.world import World
 from kvreturn.telemetry.tracing import Tracing
@@ -91,21 +92,12 @@ class Router:
 
     async def _start_admin(self, address: str) -> None:
         host, port = split_address(address)
-        app = web.Application()
-        app.router.add_get("/metrics", _respond(self._metrics))
-        app.router.add_get("/healthz", _respond(self._healthz))
-        self._web = web.AppRunner(app, access_log=None)
+        self._web = web.AppRunner(admin_app(self.world), access_log=None)
         await self._web.setup()
         try:
             await web.TCPSite(self._web, host, port).start()
         except OSError as e:
             raise ListenError(f"cannot listen on {address} (admin): {e.strerror}") from None
-
-    def _metrics(self) -> web.Response:
-        return web.Response(body=self.world.metrics.expose(), content_type="text/plain", charset="utf-8")
-
-    def _healthz(self) -> web.Response:
-        return web.Response(text="ok\n")
 
 
 def _answers(listen: str) -> bool:
@@ -120,14 +112,6 @@ def _answers(listen: str) -> bool:
         except OSError:  # nobody, at most a socket that a killed router has left
             return False
     return True
-
-
-def _respond(make: Callable[[], web.Response]) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        del request
-        return make()
-
-    return handler
 
 
 @contextlib.asynccontextmanager
