@@ -27,10 +27,16 @@ class Pool:
     """
 
     def __init__(self, addresses: Iterable[str], clock: Callable[[], float]) -> None:
-        self._nodes = {a: _Node(a) for a in addresses}
-        self._named = not all(is_ip(split_address(a)[0]) for a in self._nodes)
+        self._nodes: dict[str, _Node] = {}
+        self._named = False
         self._clock = clock
         self._choices = itertools.count(1)
+        self.update(addresses)
+
+    def update(self, addresses: Iterable[str]) -> None:
+        """These are the nodes from now on. Those that stay keep what is known of them."""
+        self._nodes = {a: self._nodes.get(a) or _Node(a) for a in addresses}
+        self._named = not all(is_ip(split_address(a)[0]) for a in self._nodes)
 
     def __contains__(self, address: object) -> bool:
         """Whether the node is in the pool, reachable or not.
@@ -74,8 +80,9 @@ class Pool:
 
     def finished(self, address: str, tokens: int) -> None:
         """It is over."""
-        if address in self._nodes:
-            self._nodes[address].load -= tokens
+        node = self._nodes.get(address)
+        if node:
+            node.load = max(node.load - tokens, 0)  # it may have left and come back meanwhile
 
     def unreachable(self, address: str) -> None:
         """The node could not be reached, or did not answer in time: out for a while, longer each time in a row."""

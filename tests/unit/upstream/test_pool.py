@@ -155,3 +155,16 @@ def test_a_node_that_is_only_a_hint_must_not_be_much_busier_than_the_idlest(pool
     clock.now += 1
     assert pool.choose(prefer=A, slack=90) == C
     assert pool.choose(prefer="10.0.0.9:8000", slack=0) == C
+
+
+def test_nodes_that_stay_keep_what_is_known_of_them(pool: Pool) -> None:
+    pool.started(A, 100)
+    pool.unreachable(B)
+    pool.update([A, B, "10.0.0.4:8000"])
+    assert C not in pool
+    assert pool.load(A) == 100
+    assert [pool.choose(), pool.choose()] == ["10.0.0.4:8000"] * 2
+    pool.update([B])
+    pool.update([A, B])  # it left and came back before its request was over
+    pool.finished(A, 100)
+    assert pool.load(A) == 0
