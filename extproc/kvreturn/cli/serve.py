@@ -10,7 +10,7 @@ import click
 from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.server.app import ListenError, serve
-from kvreturn.telemetry.tracing import TracingError
+from kvreturn.telemetry.environment import TelemetryError
 
 log = logging.getLogger("kvreturn")
 
@@ -47,5 +47,5 @@ def command(path: Path, log_level: str) -> None:
         log.warning("PYTHONHASHSEED=0: clients can choose member names that make dictionaries slow; unset it")
     try:
         asyncio.run(serve(settings))
-    except (ListenError, TracingError) as e:
+    except (ListenError, TelemetryError) as e:
         raise click.ClickException(str(e)) from None

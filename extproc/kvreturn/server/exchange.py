@@ -276,7 +276,7 @@ class Exchange:
         limits = self._world.settings.limits
         status, node = int(headers.get(":status", "0") or 0), read_upstream(message) or self._route
         if self._record:
-            self._record.responded(status, node)
+            self._record.responded(status, node, headers.get("content-type", "").lower())
             self._keeper = node if self._record.kept and status == _OK else None
         changes = Headers(remove=foreign_headers(headers))
         try:
@@ -319,7 +319,7 @@ class Exchange:
             return echo(message, response=True) if duplex else [CONTINUE_RESPONSE_BODY]
         answers = response.body(message)
         if self._record:
-            self._record.body()
+            self._record.body(message.body)
         if self._keeper:
             await self._remember(self._keeper, response)
         # Stored before the client sees the event that ends its turn: it cannot ask again earlier.

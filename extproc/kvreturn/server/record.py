@@ -2,18 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from kvreturn.core.capture import Capture
 from kvreturn.core.choice import Fate
 from kvreturn.core.outcome import Outcome
+from kvreturn.core.ports import Ask, Reply
 from kvreturn.core.turn import Turn
+from kvreturn.server import summary
 from kvreturn.server.world import World
-from kvreturn.telemetry.tracing import headers_of
+from kvreturn.telemetry.tracing import fail, headers_of
 
 log = logging.getLogger("kvreturn.turn")
 CREDENTIALS = ("authorization", "x-api-key")
@@ -27,29 +29,7 @@ _FATES: dict[Outcome, Fate] = {
 }
 """What the outcome of the next turn says of an eager return."""
 _ERRORS = 400
-# What is wrong with a deployment more often than with a turn, said once.
-_HINTS = {
-    (
-        Outcome.UNPROVEN,
-        "mac",
-    ): "handles fail their MAC: KVRETURN_SECRET must be the same on the router and on all nodes",
-    (
-        Outcome.UNPROVEN,
-        "scope",
-    ): "handles are made under another secret: KVRETURN_SECRET must be the same on the router and on all nodes",
-    (Outcome.UNPROVEN, "no_digests"): "handles carry no digests: the decode nodes do not run the kvreturn connector",
-    (Outcome.UNPROVEN, "no_report"): "P reads no sealed handles: the prefill nodes do not run the kvreturn connector; "
-    "with stock prefill nodes set `proof: router`",
-    (
-        Outcome.EVICTED,
-        "all",
-    ): "nothing of what went back eagerly is left on P when the next turn comes: is its prefix cache on (vLLM's "
-    "--enable-prefix-caching), and large enough?",
-    (Outcome.READ_FAILED, "timeout"): "a prefill node did not answer a request that carried a handle: is "
-    "bidirectional_kv_xfer on there? Handles of that decode engine are not used for a while",
-    (Outcome.PREFILL_FAILED, "no_kv_transfer_params"): "prefill nodes answer without kv_transfer_params: do they run "
-    "with a KV connector?",
-}
+_LEGS = {"/tokenize": "tokenize"}
 
 
 class TurnRecord:
@@ -68,15 +48,14 @@ class TurnRecord:
         self._credentials = {h: headers[h] for h in CREDENTIALS if h in headers}
         self.trace = world.tracing.turn(turn.api.name, headers)
         self._begun = world.clock()
-        self._prefill = 0.0
-        self._prefilled = False
-        self._forwarded = False
-        self._first_byte: float | None = None
+        self._times = summary.Times()
+        self._forwarded_at: float | None = None
         self._status: int | None = None
         self._node: str | None = None
         self._stored = False
         self._ended = False
         self._closed = False
+        self._leg: Span = INVALID_SPAN
 
     @property
     def kept(self) -> bool:
@@ -84,26 +63,34 @@ class TurnRecord:
         return self._turn.api.keeps and self._turn.body.load("store") is not False
 
     @contextmanager
-    def prefill_leg(self) -> Iterator[Mapping[str, str]]:
+    def prefill_leg(self, ask: Ask) -> Iterator[Mapping[str, str]]:
         """Times a request to a prefill node. Gives the headers that make the node's spans part of the trace."""
-        begun = self._world.clock()
-        span = self.trace.step("prefill", SpanKind.CLIENT)
+        begun, facts = self._world.clock(), self._turn.facts
         try:
-            yield headers_of(span)
+            with self.trace.step(_LEGS.get(ask.path, "prefill"), SpanKind.CLIENT) as self._leg:
+                self._leg.set_attribute("kvreturn.handle.attached", facts.held is not None and not facts.retries)
+                yield headers_of(self._leg)
         finally:
-            span.end()
-            self._prefill += self._world.clock() - begun
+            self._times.prefill += self._world.clock() - begun
+
+    def replied(self, reply: Reply) -> None:
+        """A prefill node has answered, or not."""
+        if reply.status:
+            self._leg.set_attribute("http.response.status_code", reply.status)
+        error = reply.failure.value if reply.failure else str(reply.status) if reply.status >= _ERRORS else None
+        if error:
+            fail(self._leg, error)
 
     def forwarded(self) -> None:
         """The request goes to D."""
-        self._forwarded = True
+        self._forwarded_at = self._world.clock()
         facts = self._turn.facts
         metrics = self._world.metrics
         metrics.retries.inc(facts.retries)
         metrics.fallbacks.inc(facts.fallback)
         metrics.read_tokens.inc(facts.read or 0)
         metrics.prompt_tokens.inc(facts.prefill.prompt or 0)
-        metrics.prefill_seconds.observe(self._prefill)
+        metrics.prefill_seconds.observe(self._times.prefill)
         self._free()
         self._learn()
 
@@ -122,12 +109,12 @@ class TurnRecord:
             kept = facts.kept(record.prompt)
             if kept is not None:
                 world.returns.chooser.noticed(prefill, kept=kept, now=world.clock())
-        if prefill is None or facts.prefill.prompt is None or facts.local is None or facts.retries:
+        computed = facts.computed
+        if prefill is None or computed is None or facts.retries:
             return  # P did not tell what it did, or did it twice
         read = facts.read or 0
         decode = record.decode_node if record and read else None
-        computed = facts.prefill.prompt - read - facts.local
-        world.cost.observe(prefill, decode, computed=computed, read=read, seconds=self._prefill)
+        world.cost.observe(prefill, decode, computed=computed, read=read, seconds=self._times.prefill)
         saved = read or (facts.local if facts.returned else 0)
         if saved:
             world.metrics.saved_seconds.inc(max(world.cost.seconds_saved(prefill, decode, saved) or 0.0, 0.0))
@@ -136,19 +123,28 @@ class TurnRecord:
         """The client gets an answer from here."""
         self._status = status
         self._ended = True
-        if not self._forwarded:
+        if self._forwarded_at is None:
             self._world.metrics.retries.inc(self._turn.facts.retries)
 
-    def responded(self, status: int, node: str | None) -> None:
+    def responded(self, status: int, node: str | None, content_type: str) -> None:
         """D's headers are here."""
         self._status, self._node = status, node
+        self._times.streamed = content_type.startswith("text/event-stream")
+        self.trace.responded(status)
 
-    def body(self) -> None:
-        """Bytes of D's body pass."""
-        if self._first_byte is None:
-            self._first_byte = self._world.clock() - self._begun
-            self.trace.event("first_byte")
-            self._world.metrics.first_byte_seconds.labels(self._turn.facts.outcome.value).observe(self._first_byte)
+    def body(self, data: bytes) -> None:
+        """Bytes of D's body pass, as D sent them."""
+        if self._times.first_token is None and data and self._begins(data):
+            self._times.first_token = self._world.clock() - self._begun
+            self.trace.event("first_token")
+            outcome = self._turn.facts.outcome.value
+            self._world.metrics.first_token_seconds.labels(outcome, str(self._times.streamed).lower()).observe(
+                self._times.first_token
+            )
+
+    def _begins(self, data: bytes) -> bool:
+        """Whether the client gets content with these bytes. A stream may begin long before its first token."""
+        return self._status == _OK and (not self._times.streamed or self._turn.api.begun.search(data) is not None)
 
     async def settle(self, capture: Capture, *, end: bool) -> None:
         """The handle has passed, or the response has ended: store what there is to store."""
@@ -175,10 +171,12 @@ class TurnRecord:
         self._stored = True
         self.trace.event("terminal_event")
         put = replace(put, record=replace(put.record, trace=self.trace.name))
-        with self.trace.step("store"):
+        with self.trace.step("store") as span:
             ticket, _ = await asyncio.gather(
                 self._world.put(put, self._turn.tenant), self._world.note_session(self._turn, put.record)
             )
+            if ticket is None:
+                fail(span, "store_unavailable")
         metrics = self._world.metrics
         (metrics.captured if put.record.handle and ticket is not None else metrics.missing).inc()
         # Without a ticket, it may be in the store all the same: what is late has not failed. So D keeps its blocks.
@@ -191,7 +189,7 @@ class TurnRecord:
             return
         self._closed = True
         turn, facts, metrics = self._turn, self._turn.facts, self._world.metrics
-        if not self._forwarded:
+        if self._forwarded_at is None:
             if self._status is None:
                 facts.outcome = Outcome.CANCELLED
             elif facts.outcome is Outcome.FIRST_TURN:
@@ -207,63 +205,21 @@ class TurnRecord:
             metrics.errors.labels(error if error.isdigit() or error == "incomplete" else "in_band").inc()
         model, served = turn.prompt.model if turn.prompt else "", self._status == _OK
         metrics.turn(facts.outcome, turn.api.name, model, served=served)
-        self.trace.follows(turn.taken.record.trace if turn.taken.record else None)
-        self.trace.end(model if served else "", _attributes(turn), error)
-        hint = _HINTS.get((facts.outcome, facts.detail or ""))
-        if hint:
-            self._world.warn_once(hint)
-        log.info(
-            "outcome=%s%s api=%s model=%s status=%s prompt=%s read=%s local=%s returned=%s prefill_ms=%.1f "
-            "first_byte_ms=%s retries=%d fallback=%s captured=%s return=%s session=%s%s",
-            facts.outcome.value,
-            f"({facts.detail})" if facts.detail and facts.detail != facts.outcome else "",
-            turn.api.name,
-            _printable(model if served else ""),  # a name that no node knows is just what a client wrote
-            _told(self._status),
-            _told(facts.prefill.prompt),
-            _told(facts.read),
-            _told(facts.local),
-            _told(facts.returned or None),
-            self._prefill * 1e3,
-            "-" if self._first_byte is None else f"{self._first_byte * 1e3:.1f}",
-            facts.retries,
-            facts.fallback,
-            facts.captured,
-            facts.going or "-",
-            facts.session or "-",
-            f" error={_printable(error)}" if error else "",
-        )
+        self._tell(error, model if served else "")
 
-
-def _attributes(turn: Turn) -> dict[str, str | int | float | bool | Sequence[str]]:
-    """What a trace tells of a turn; of what nobody told, nothing."""
-    facts, usage = turn.facts, turn.answer.usage
-    prompt = facts.prefill.prompt
-    computed = None if prompt is None or facts.local is None else prompt - facts.local - (facts.read or 0)
-    told: dict[str, str | int | float | bool | Sequence[str] | None] = {
-        "gen_ai.usage.input_tokens": usage.prompt,
-        "gen_ai.usage.output_tokens": usage.completion,
-        "gen_ai.response.finish_reasons": [r for _, r in sorted(turn.answer.finish_reasons.items())] or None,
-        "kvreturn.outcome": facts.outcome.value,
-        "kvreturn.detail": facts.detail,
-        "kvreturn.proof": turn.policy.proof,
-        "kvreturn.return": facts.going,
-        "kvreturn.tokens.prompt": prompt,
-        "kvreturn.tokens.computed": computed,
-        "kvreturn.tokens.read_back": facts.read,
-        "kvreturn.tokens.local": facts.local,
-        "kvreturn.tokens.returned": facts.returned or None,
-        "kvreturn.handle.age": facts.handle_age,
-        "kvreturn.handle.captured": facts.captured,
-        "kvreturn.prefill.retries": facts.retries,
-        "kvreturn.prefill.fallback": facts.fallback,
-    }
-    return {name: value for name, value in told.items() if value is not None}
-
-
-def _told(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() and c != " " else "?" for c in text[:80]) or "-"
+    def _tell(self, error: str | None, title: str) -> None:
+        turn, times, now = self._turn, self._times, self._world.clock()
+        times.total = now - self._begun
+        if self._forwarded_at is not None:
+            times.decode = now - self._forwarded_at
+            self._world.metrics.decode_seconds.observe(times.decode)
+        if self.trace.on:
+            self.trace.follows(turn.taken.record.trace if turn.taken.record else None)
+            answered = self._forwarded_at is not None and self._status == _OK
+            self.trace.end(title, summary.attributes(turn, times, answered=answered), error)
+        advice = summary.hint(turn)
+        if advice:
+            self._world.warn_once(advice)
+        if log.isEnabledFor(logging.INFO):
+            told = summary.fields(turn, times, self._status, error, self.trace.context)
+            log.info("%s", summary.line(told), extra={"fields": told})

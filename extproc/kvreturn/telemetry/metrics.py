@@ -73,8 +73,14 @@ class Metrics:
             "store_duration_seconds", "Store calls that succeeded.", "operation", buckets=_FAST
         )
         self.prefill_seconds = histogram("prefill_duration_seconds", "The prefill leg, retries included.")
-        self.first_byte_seconds = histogram(
-            "time_to_first_byte_seconds", "From the client's headers to the first byte of D's body.", "outcome"
+        self.first_token_seconds = histogram(
+            "time_to_first_token_seconds",
+            "From the client's headers to the first byte of content that the client gets.",
+            "outcome",
+            "streamed",
+        )
+        self.decode_seconds = histogram(
+            "decode_duration_seconds", "The decode leg: from the request that goes to D to the end of its answer."
         )
         self.live = Gauge("kvreturn_live_streams", "Exchanges that are being processed.", registry=self.registry)
 

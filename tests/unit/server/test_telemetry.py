@@ -34,6 +34,7 @@ END = Response(decode_events(params=handle()), node=DECODE)
 NAMES = {
     "kvreturn_breakers_open",
     "kvreturn_capture_failures_total",
+    "kvreturn_decode_duration_seconds",
     "kvreturn_handles_captured_total",
     "kvreturn_handles_missing_total",
     "kvreturn_frees_total",
@@ -63,7 +64,7 @@ NAMES = {
     "kvreturn_store_breaker_open",
     "kvreturn_store_duration_seconds",
     "kvreturn_store_errors_total",
-    "kvreturn_time_to_first_byte_seconds",
+    "kvreturn_time_to_first_token_seconds",
     "kvreturn_turn_errors_total",
     "kvreturn_turns_incomplete_total",
     "kvreturn_turns_total",
@@ -121,8 +122,8 @@ async def test_what_a_good_turn_counts() -> None:
     await envoy.finish()
     assert router.metric("live_streams") == 0
     assert router.metric("turns_total", outcome="first_turn", api="chat", model="m") == 1
-    assert router.metric("time_to_first_byte_seconds_bucket", outcome="first_turn", le="0.2") == 0
-    assert router.metric("time_to_first_byte_seconds_bucket", outcome="first_turn", le="0.5") == 1
+    assert router.metric("time_to_first_token_seconds_bucket", outcome="first_turn", streamed="true", le="0.2") == 0
+    assert router.metric("time_to_first_token_seconds_bucket", outcome="first_turn", streamed="true", le="0.5") == 1
     assert router.metric("prefill_duration_seconds_count") == 1
     assert router.metric("sessions") == 1
     assert router.metric("sessions_bytes") > 0
@@ -213,15 +214,15 @@ async def test_one_line_for_each_turn(caplog: pytest.LogCaptureFixture) -> None:
     first, second, refused = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
     assert first == (
         "outcome=first_turn api=chat model=m status=200 prompt=114 read=- local=0 returned=- prefill_ms=125.0 "
-        "first_byte_ms=125.0 retries=0 fallback=False captured=True return=- session=-"
+        "first_token_ms=125.0 total_ms=125.0 retries=0 fallback=False captured=True return=- session=-"
     )
     assert second == (
         "outcome=hit api=chat model=m status=200 prompt=114 read=160 local=0 returned=- prefill_ms=125.0 "
-        "first_byte_ms=375.0 retries=0 fallback=False captured=True return=- session=-"
+        "first_token_ms=375.0 total_ms=375.0 retries=0 fallback=False captured=True return=- session=-"
     )
     assert refused == (
         "outcome=rejected api=chat model=- status=400 prompt=- read=- local=- returned=- prefill_ms=0.0 "
-        "first_byte_ms=- retries=0 fallback=False captured=False return=- session=- error=400"
+        "first_token_ms=- total_ms=0.0 retries=0 fallback=False captured=False return=- session=- error=400"
     )
 
 
