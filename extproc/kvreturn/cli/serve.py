@@ -7,10 +7,12 @@ from pathlib import Path
 
 import click
 
+from kvreturn.cli.options import log_format
 from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.server.app import ListenError, serve
 from kvreturn.telemetry.environment import TelemetryError
+from kvreturn.telemetry.logs import Format, configure
 
 log = logging.getLogger("kvreturn")
 
@@ -30,12 +32,11 @@ def read_settings(path: Path) -> Settings:
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )
-def command(path: Path, log_level: str) -> None:
+@log_format
+def command(path: Path, log_level: str, log_format: Format) -> None:
     """Run the ext_proc server that Envoy calls, until SIGTERM."""
     settings = read_settings(path)
-    logging.basicConfig(
-        level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s %(message)s"
-    )
+    configure(log_format, log_level)
     if not settings.secret.get_secret_value():
         log.warning("no secret is configured: fingerprints use a key of this process, so a restart forgets all turns")
     if settings.tenant_header is None:
