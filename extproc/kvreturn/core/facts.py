@@ -58,10 +58,10 @@ class Facts:
 
     @property
     def computed(self) -> int | None:
-        """Tokens of the prompt that P computed, None if it does not tell."""
+        """Tokens of the prompt that P computed, None if it does not tell; its counts need not fit together."""
         if self.prefill.prompt is None or self.local is None:
             return None
-        return self.prefill.prompt - self.local - (self.read or 0)
+        return max(self.prefill.prompt - self.local - (self.read or 0), 0)
 
     def grade(self) -> None:
         """P answered a request whose handle was proven beforehand, or trusted."""

@@ -18,6 +18,7 @@ from kvreturn.core.address import split_address
 from kvreturn.server.admin import admin_app
 from kvreturn.server.service import SERVICE, ExternalProcessor, server_options
 from kvreturn.server.world import World
+from kvreturn.telemetry.loop import watch_loop
 from kvreturn.telemetry.tracing import Tracing
 
 log = logging.getLogger("kvreturn")
@@ -120,12 +121,14 @@ async def running(settings: Settings) -> AsyncIterator[Router]:
     world = World.create(settings, tracing=Tracing.from_environ(os.environ))
     async with world.client, contextlib.aclosing(world.guard), world.pressure or contextlib.nullcontext():
         router = Router(world)
+        lag = asyncio.create_task(watch_loop(world.metrics.loop_lag))
         try:
             await world.guard.start()
             await router.start()
             yield router
         finally:
             await router.drain(settings.drain_timeout)
+            lag.cancel()
             await _export(world.tracing)
 
 

@@ -56,7 +56,7 @@ async def drive(
                 with record.trace.step("recall"):
                     result = await world.recall(effect.key)
             elif isinstance(effect, Await):
-                with record.trace.step("await_return"):
+                with record.waiting(), record.trace.step("await_return"):
                     result = await world.returns.wait(effect.ticket)
             else:
                 assert isinstance(effect, Ask)

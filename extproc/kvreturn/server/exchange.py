@@ -20,7 +20,7 @@ from kvreturn.core.refusal import strip_refusal
 from kvreturn.core.scrub import foreign_headers
 from kvreturn.core.turn import Turn
 from kvreturn.server.drive import drive, scrub
-from kvreturn.server.intake import is_form, is_json, refused, stored_response, turn_api
+from kvreturn.server.intake import SETUP, is_form, is_json, refused, stored_response, turn_api
 from kvreturn.server.messages import (
     CONTINUE_REQUEST_BODY,
     CONTINUE_REQUEST_TRAILERS,
@@ -37,7 +37,7 @@ from kvreturn.server.messages import (
     read_headers,
     read_upstream,
 )
-from kvreturn.server.record import CREDENTIALS, TurnRecord
+from kvreturn.server.record import PREFILL_HEADERS, TurnRecord
 from kvreturn.server.request import LateTrailersError, Mode, RequestSide, TooLargeError, routed
 from kvreturn.server.response import ResponseSide, UnreadableEncodingError, content_decoder
 from kvreturn.server.world import ForeignError, World
@@ -46,8 +46,6 @@ log = logging.getLogger("kvreturn")
 
 _OK, _ERRORS = 200, 400
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-# What the P leg takes along from the client's request: credentials for vLLM's --api-key, and the trace.
-_PREFILL_HEADERS = (*CREDENTIALS, "traceparent", "tracestate")
 
 
 class Exchange:
@@ -102,6 +100,11 @@ class Exchange:
     def fail(self) -> list[Message]:
         """The answer where `handle` raised. There is none any more once `answering`."""
         return self._refuse(500, "kvreturn: internal error", "InternalServerError", "internal")
+
+    def took(self, seconds: float) -> None:
+        """A message was under way here for so long."""
+        if self._record:
+            self._record.took(seconds)
 
     def close(self) -> None:
         """The stream has ended, for whatever reason."""
@@ -176,12 +179,8 @@ class Exchange:
         self._record = TurnRecord(world, self._turn, self._headers)
 
     def _refuse_setup(self) -> list[Message]:
-        text = (
-            "kvreturn: this ext_proc filter must send headers, request bodies (BUFFERED, STREAMED or "
-            "FULL_DUPLEX_STREAMED) and response bodies (STREAMED or FULL_DUPLEX_STREAMED); see `kvreturn envoy-config`"
-        )
-        log.error(text)
-        return self._refuse(500, text, "InternalServerError", "setup")
+        log.error(SETUP)
+        return self._refuse(500, SETUP, "InternalServerError", "setup")
 
     async def _request_body(self, message: HttpBody) -> list[Message]:
         request = self._request
@@ -213,7 +212,7 @@ class Exchange:
             return []
         self._forwarded = True
         if self._turn and self._record:
-            headers = {h: self._headers[h] for h in _PREFILL_HEADERS if h in self._headers}
+            headers = {h: self._headers[h] for h in PREFILL_HEADERS if h in self._headers}
             decision = await drive(self._turn, request.take(), self._world, self._record, headers)
         else:
             decision = await scrub(request.take(), self._headers)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,8 @@ from kvreturn.telemetry.tracing import fail, headers_of
 log = logging.getLogger("kvreturn.turn")
 CREDENTIALS = ("authorization", "x-api-key")
 """Headers that vLLM's `--api-key` looks at."""
+PREFILL_HEADERS = (*CREDENTIALS, "traceparent", "tracestate")
+"""What the P leg takes along from the client's request."""
 _OK = 200
 _FATES: dict[Outcome, Fate] = {
     Outcome.HIT: "used",
@@ -29,6 +32,7 @@ _FATES: dict[Outcome, Fate] = {
 }
 """What the outcome of the next turn says of an eager return."""
 _ERRORS = 400
+_STATUS = re.compile("[1-5][0-9]{2}")
 _LEGS = {"/tokenize": "tokenize"}
 
 
@@ -56,6 +60,7 @@ class TurnRecord:
         self._ended = False
         self._closed = False
         self._leg: Span = INVALID_SPAN
+        self._added = {"request": 0.0, "response": 0.0}
 
     @property
     def kept(self) -> bool:
@@ -65,13 +70,26 @@ class TurnRecord:
     @contextmanager
     def prefill_leg(self, ask: Ask) -> Iterator[Mapping[str, str]]:
         """Times a request to a prefill node. Gives the headers that make the node's spans part of the trace."""
-        begun, facts = self._world.clock(), self._turn.facts
+        facts, before = self._turn.facts, self._times.waited
         try:
-            with self.trace.step(_LEGS.get(ask.path, "prefill"), SpanKind.CLIENT) as self._leg:
+            with self.waiting(), self.trace.step(_LEGS.get(ask.path, "prefill"), SpanKind.CLIENT) as self._leg:
                 self._leg.set_attribute("kvreturn.handle.attached", facts.held is not None and not facts.retries)
                 yield headers_of(self._leg)
         finally:
-            self._times.prefill += self._world.clock() - begun
+            self._times.prefill += self._times.waited - before
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Times what the request waits for others."""
+        begun = self._world.clock()
+        try:
+            yield
+        finally:
+            self._times.waited += self._world.clock() - begun
+
+    def took(self, seconds: float) -> None:
+        """A message of Envoy's was under way here for so long."""
+        self._added["request" if self._status is None else "response"] += seconds
 
     def replied(self, reply: Reply) -> None:
         """A prefill node has answered, or not."""
@@ -91,8 +109,18 @@ class TurnRecord:
         metrics.read_tokens.inc(facts.read or 0)
         metrics.prompt_tokens.inc(facts.prefill.prompt or 0)
         metrics.prefill_seconds.observe(self._times.prefill)
+        metrics.computed_tokens.inc(facts.computed or 0)
+        metrics.saved_tokens.inc(self._saved)
+        if facts.handle_age is not None:
+            metrics.handle_age.observe(facts.handle_age)
         self._free()
         self._learn()
+
+    @property
+    def _saved(self) -> int:
+        """Tokens that P did not compute because they came back."""
+        facts = self._turn.facts
+        return facts.read or (facts.local or 0 if facts.returned else 0)
 
     def _free(self) -> None:
         """D need not keep what nobody will read."""
@@ -115,9 +143,8 @@ class TurnRecord:
         read = facts.read or 0
         decode = record.decode_node if record and read else None
         world.cost.observe(prefill, decode, computed=computed, read=read, seconds=self._times.prefill)
-        saved = read or (facts.local if facts.returned else 0)
-        if saved:
-            world.metrics.saved_seconds.inc(max(world.cost.seconds_saved(prefill, decode, saved) or 0.0, 0.0))
+        if self._saved:
+            world.metrics.saved_seconds.inc(max(world.cost.seconds_saved(prefill, decode, self._saved) or 0.0, 0.0))
 
     def refused(self, status: int) -> None:
         """The client gets an answer from here."""
@@ -202,7 +229,7 @@ class TurnRecord:
             metrics.incomplete.inc()
             error = "incomplete"
         if error:
-            metrics.errors.labels(error if error.isdigit() or error == "incomplete" else "in_band").inc()
+            metrics.errors.labels(error if _STATUS.fullmatch(error) or error == "incomplete" else "in_band").inc()
         model, served = turn.prompt.model if turn.prompt else "", self._status == _OK
         metrics.turn(facts.outcome, turn.api.name, model, served=served)
         self._tell(error, model if served else "")
@@ -212,7 +239,7 @@ class TurnRecord:
         times.total = now - self._begun
         if self._forwarded_at is not None:
             times.decode = now - self._forwarded_at
-            self._world.metrics.decode_seconds.observe(times.decode)
+            self._observe(times.decode)
         if self.trace.on:
             self.trace.follows(turn.taken.record.trace if turn.taken.record else None)
             answered = self._forwarded_at is not None and self._status == _OK
@@ -223,3 +250,11 @@ class TurnRecord:
         if log.isEnabledFor(logging.INFO):
             told = summary.fields(turn, times, self._status, error, self.trace.context)
             log.info("%s", summary.line(told), extra={"fields": told})
+
+    def _observe(self, decode: float) -> None:
+        """Time a turn whose request went on."""
+        metrics = self._world.metrics
+        metrics.decode_seconds.observe(decode)
+        metrics.added_seconds.labels("request").observe(max(self._added["request"] - self._times.waited, 0.0))
+        if self._status is not None:
+            metrics.added_seconds.labels("response").observe(self._added["response"])

@@ -43,6 +43,7 @@ class Times:
 
     Attributes:
         prefill: waiting for prefill nodes.
+        waited: waiting for prefill nodes and for eager returns.
         first_token: from the client's headers to the first byte of content that the client gets.
         decode: from the moment when D gets the request to the end of its answer.
         total: from the client's headers to the end.
@@ -50,6 +51,7 @@ class Times:
     """
 
     prefill: float = 0.0
+    waited: float = 0.0
     first_token: float | None = None
     decode: float | None = None
     total: float = 0.0

@@ -85,11 +85,16 @@ class World:
         self.returns = Returns(self)
         self.quota = Quota(self.settings.limits.sessions_per_tenant, self.clock)
         self.admission = Admission(self.settings.limits)
-        self.metrics.watch("live_turns", "Turns that are being processed.", lambda: self.admission.live)
         if self.pressure:
             self.pressure.told = self.returns.felt
-        self.metrics.watch("returns_waiting", "Eager returns that wait for their turn.", lambda: self.returns.waiting)
-        self.metrics.watch("returns_running", "Eager returns that are under way.", lambda: self.returns.running)
+        for name, doc, value, unit in (
+            ("live_turns", "Turns that are being processed.", lambda: self.admission.live, "{turn}"),
+            ("returns_waiting", "Eager returns that wait for their turn.", lambda: self.returns.waiting, "{return}"),
+            ("returns_running", "Eager returns that are under way.", lambda: self.returns.running, "{return}"),
+        ):
+            self.metrics.watch(name, doc, value, unit=unit)
+        own = self.settings
+        self.metrics.describe(own.proof, own.return_, "redis" if own.store.url else "memory", own.prefill.via)
 
     @classmethod
     def create(
@@ -102,7 +107,12 @@ class World:
         store = open_store(settings, metrics, clock)
         forms, cost = Forms(), CostModel()
         judge = NodeJudge(decode, forms, cost, settings.breaker, clock)
-        metrics.watch("breakers_open", "Decode engines whose handles are not used.", lambda: len(judge.open_breakers()))
+        metrics.watch(
+            "breakers_open",
+            "Decode engines whose handles are not used.",
+            lambda: len(judge.open_breakers()),
+            unit="{engine}",
+        )
         through = settings.envoy.prefill_listen if settings.prefill.via == "envoy" else None
         interval = settings.returns.pressure_interval
         pools = settings.pools

@@ -33,9 +33,7 @@ class Metrics(Instruments):
         self._process()
 
     def _turns(self) -> None:
-        self.turns = self.counter(
-            "turns", "Turns by what became of reuse.", "outcome", "api", "model", unit="{turn}"
-        )
+        self.turns = self.counter("turns", "Turns by what became of reuse.", "outcome", "api", "model", unit="{turn}")
         self.incomplete = self.counter(
             "turns_incomplete", "Turns whose response ended before its terminal event.", unit="{turn}"
         )
@@ -63,7 +61,9 @@ class Metrics(Instruments):
 
     def _handles(self) -> None:
         self.captured = self.counter("handles_captured", "Handles taken from responses and stored.", unit="{handle}")
-        self.missing = self.counter("handles_missing", "Complete turns whose response brought no handle.", unit="{turn}")
+        self.missing = self.counter(
+            "handles_missing", "Complete turns whose response brought no handle.", unit="{turn}"
+        )
         self.handle_age = self.histogram(
             "handle.age_seconds", "Age of handles when the next turn takes them.", buckets=_AGES
         )
@@ -123,9 +123,7 @@ class Metrics(Instruments):
             "side",
             buckets=_FAST,
         )
-        self.retries = self.counter(
-            "prefill.retries", "Prefill requests that were sent again, cold.", unit="{request}"
-        )
+        self.retries = self.counter("prefill.retries", "Prefill requests that were sent again, cold.", unit="{request}")
         self.fallbacks = self.counter("prefill.fallbacks", "Turns that D did alone.", unit="{turn}")
         self.stranded = self.counter(
             "prefill.blocks_stranded",
@@ -150,7 +148,7 @@ class Metrics(Instruments):
             store: kind of the session store.
             via: how prefill legs go.
         """
-        values = {(__version__, proof, returns, store, via): 1.0}
+        values: dict[tuple[str, ...], float] = {(__version__, proof, returns, store, via): 1.0}
         labels = ("version", "proof", "return", "store", "prefill_via")
         self.watch_each("info", "How the router is set up; always 1.", lambda: values, *labels)
 

@@ -1,13 +1,18 @@
 """Metrics and log lines: what they count and say, and what they never tell."""
 
+import asyncio
 import logging
 import re
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Reply
+from kvreturn.core.ports import Record, Reply, Taken
+from kvreturn.telemetry.loop import watch_loop
+from kvreturn.telemetry.metrics import Metrics
 from support.extproc import Request, Response
 from support.harness import DECODE, Clock, Harness, harness, live
 from support.nodes import (
@@ -34,10 +39,14 @@ END = Response(decode_events(params=handle()), node=DECODE)
 NAMES = {
     "kvreturn_breakers_open",
     "kvreturn_capture_failures_total",
+    "kvreturn_computed_tokens_total",
     "kvreturn_decode_duration_seconds",
+    "kvreturn_event_loop_lag_seconds",
+    "kvreturn_frees_total",
+    "kvreturn_handle_age_seconds",
     "kvreturn_handles_captured_total",
     "kvreturn_handles_missing_total",
-    "kvreturn_frees_total",
+    "kvreturn_info",
     "kvreturn_live_streams",
     "kvreturn_live_turns",
     "kvreturn_oversize_events_total",
@@ -45,25 +54,28 @@ NAMES = {
     "kvreturn_prefill_duration_seconds",
     "kvreturn_prefill_fallbacks_total",
     "kvreturn_prefill_retries_total",
+    "kvreturn_prefill_saved_seconds_total",
+    "kvreturn_prefill_saved_tokens_total",
     "kvreturn_prompt_tokens_total",
     "kvreturn_read_back_tokens_total",
     "kvreturn_requests_refused_total",
-    "kvreturn_return_duration_seconds",
-    "kvreturn_prefill_saved_seconds_total",
     "kvreturn_return_choices_total",
+    "kvreturn_return_duration_seconds",
     "kvreturn_return_recalls_total",
     "kvreturn_returned_tokens_total",
     "kvreturn_returns_running",
     "kvreturn_returns_total",
     "kvreturn_returns_waiting",
+    "kvreturn_router_added_seconds",
     "kvreturn_sessions",
     "kvreturn_sessions_bytes",
-    "kvreturn_sessions_evicted",
-    "kvreturn_sessions_expired",
+    "kvreturn_sessions_evicted_total",
+    "kvreturn_sessions_expired_total",
     "kvreturn_sessions_over_limit_total",
     "kvreturn_store_breaker_open",
     "kvreturn_store_duration_seconds",
     "kvreturn_store_errors_total",
+    "kvreturn_tasks",
     "kvreturn_time_to_first_token_seconds",
     "kvreturn_turn_errors_total",
     "kvreturn_turns_incomplete_total",
@@ -74,7 +86,7 @@ NAMES = {
 async def test_the_names_of_all_metrics() -> None:
     text = harness().world.metrics.expose().decode()
     told = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
-    assert {n for n in told if not n.endswith("_created")} == NAMES
+    assert {n for n in told if not n.startswith("process_")} == NAMES
 
 
 def reported(**told: Any) -> Script:  # noqa: ANN401 - as `report`
@@ -108,6 +120,7 @@ async def test_what_p_reports_becomes_the_outcome(script: Script, outcome: Outco
     assert router.outcomes() == {"first_turn": 1, outcome.value: 1}
     assert router.metric("read_back_tokens_total") == read
     assert router.metric("prompt_tokens_total") == 2 * 114
+    assert router.metric("prefill_saved_tokens_total") == read
     assert router.metric("handles_captured_total") == 2
 
 
@@ -130,6 +143,62 @@ async def test_what_a_good_turn_counts() -> None:
     for name in NAMES - {"kvreturn_turn_errors_total", "kvreturn_store_errors_total"}:
         if re.search(r"incomplete|failures|missing|stranded|retries|fallbacks|oversize|evicted|expired", name):
             assert router.metric(name.removeprefix("kvreturn_")) == 0, name
+
+
+async def test_what_waits_for_others_is_not_what_the_router_adds() -> None:
+    clock = Clock()
+
+    def slow(body: bytes) -> Reply:
+        clock.now += 0.3
+        return connector(body)
+
+    router = harness(slow, clock)
+    take, put = router.world.store.take, router.world.store.put
+
+    async def slow_take(keys: Sequence[bytes]) -> Taken:
+        clock.now += 0.004
+        return await take(keys)
+
+    async def slow_put(keys: Sequence[bytes], record: Record) -> bytes:
+        clock.now += 0.015
+        return await put(keys, record)
+
+    router.world.store.take, router.world.store.put = slow_take, slow_put  # type: ignore[method-assign]
+    await router.play(TURN, END)
+    for side, least, enough in (("request", "0.002", "0.005"), ("response", "0.01", "0.02")):
+        counted = [router.metric("router_added_seconds_bucket", side=side, le=le) for le in (least, enough, "+Inf")]
+        assert counted == [0, 1, 1], side
+    assert router.metric("prefill_duration_seconds_sum") == pytest.approx(0.3)
+    assert router.metric("decode_duration_seconds_sum") == pytest.approx(0.015)
+
+
+async def test_how_old_handles_are_when_they_are_used() -> None:
+    clock = Clock()
+    router = harness(clock=clock)
+    await router.play(TURN, END)
+    clock.now += 42
+    await router.play(NEXT, END)
+    assert router.metric("handle_age_seconds_count") == 1
+    assert router.metric("handle_age_seconds_sum") == pytest.approx(42)
+
+
+async def test_a_loop_that_is_held_up_shows() -> None:
+    metrics = Metrics()
+    watch = asyncio.create_task(watch_loop(metrics.loop_lag))
+    await asyncio.sleep(0.05)
+    time.sleep(0.35)  # noqa: ASYNC251 - that is what is looked for
+    await asyncio.sleep(0.01)
+    watch.cancel()
+    assert metrics.value("kvreturn_event_loop_lag_seconds_count") == 1
+    assert metrics.value("kvreturn_event_loop_lag_seconds_sum") >= 0.1
+
+
+async def test_how_the_router_is_set_up_is_told_without_secrets() -> None:
+    changes: dict[str, Any] = {"proof": "trusted", "return": "eager"}
+    text = harness(**changes).world.metrics.expose().decode()
+    (line,) = [x for x in text.splitlines() if x.startswith("kvreturn_info{")]
+    labels = 'prefill_via="direct",proof="trusted",return="eager",store="memory"'
+    assert labels in ",".join(sorted(line[len("kvreturn_info{") : -len("} 1.0")].split(",")))
 
 
 MISSING = [
@@ -155,11 +224,11 @@ async def test_expiry_and_eviction_are_counted() -> None:
     router = harness(clock=clock, store={"max_entries": 2})
     for i in range(3):
         await router.turn(f"Hi {i}")
-    assert router.metric("sessions_evicted") == 1
+    assert router.metric("sessions_evicted_total") == 1
     clock.now += 451
     await router.turn("Hi 2", "Good morning", "And?")
     assert router.outcomes() == {"first_turn": 3, "expired": 1}
-    assert router.metric("sessions_expired") == 2
+    assert router.metric("sessions_expired_total") == 2
 
 
 async def test_an_oversize_event_is_counted() -> None:
