@@ -52,7 +52,7 @@ format: $(STAMP)  ## Format the code
 proto: $(STAMP)  ## Generate the protobuf code
 	$(BIN)/python scripts/gen_protos.py
 
-docs: $(STAMP)  ## Generate the reference parts of README.md and envoy/*.yaml
+docs: $(STAMP)  ## Generate the reference parts of README.md, docs/metrics.md and envoy/*.yaml
 	$(BIN)/python scripts/gen_docs.py
 
 clean:  ## Remove the virtual environment and caches

@@ -68,7 +68,7 @@ NAMES = {
     "kvreturn_returns_waiting",
     "kvreturn_router_added_seconds",
     "kvreturn_sessions",
-    "kvreturn_sessions_bytes",
+    "kvreturn_sessions_size_bytes",
     "kvreturn_sessions_evicted_total",
     "kvreturn_sessions_expired_total",
     "kvreturn_sessions_over_limit_total",
@@ -87,6 +87,17 @@ async def test_the_names_of_all_metrics() -> None:
     text = harness().world.metrics.expose().decode()
     told = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
     assert {n for n in told if not n.startswith("process_")} == NAMES
+
+
+async def test_both_conventions_have_a_name_for_each_of_them() -> None:
+    made = harness().world.metrics.all
+    assert {i.prometheus for i in made.values()} == NAMES
+    assert len({i.otel for i in made.values()}) == len(NAMES)
+    told = {i.prometheus: (i.otel, i.unit, i.kind) for i in made.values()}
+    assert told["kvreturn_turns_total"] == ("kvreturn.turns", "{turn}", "counter")
+    assert told["kvreturn_store_duration_seconds"] == ("kvreturn.store.duration", "s", "histogram")
+    assert told["kvreturn_sessions_size_bytes"] == ("kvreturn.sessions.size", "By", "gauge")
+    assert told["kvreturn_sessions"] == ("kvreturn.sessions", "{record}", "gauge")
 
 
 def reported(**told: Any) -> Script:  # noqa: ANN401 - as `report`
@@ -139,7 +150,7 @@ async def test_what_a_good_turn_counts() -> None:
     assert router.metric("time_to_first_token_seconds_bucket", outcome="first_turn", streamed="true", le="0.5") == 1
     assert router.metric("prefill_duration_seconds_count") == 1
     assert router.metric("sessions") == 1
-    assert router.metric("sessions_bytes") > 0
+    assert router.metric("sessions_size_bytes") > 0
     for name in NAMES - {"kvreturn_turn_errors_total", "kvreturn_store_errors_total"}:
         if re.search(r"incomplete|failures|missing|stranded|retries|fallbacks|oversize|evicted|expired", name):
             assert router.metric(name.removeprefix("kvreturn_")) == 0, name
