@@ -11,7 +11,7 @@ import pytest
 
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Record, Reply, Taken
-from kvreturn.telemetry.loop import watch_loop
+from kvreturn.telemetry.loop import watching
 from kvreturn.telemetry.metrics import Metrics
 from support.extproc import Request, Response
 from support.harness import DECODE, Clock, Harness, harness, live
@@ -195,11 +195,10 @@ async def test_how_old_handles_are_when_they_are_used() -> None:
 
 async def test_a_loop_that_is_held_up_shows() -> None:
     metrics = Metrics()
-    watch = asyncio.create_task(watch_loop(metrics.loop_lag))
-    await asyncio.sleep(0.05)
-    time.sleep(0.35)  # noqa: ASYNC251 - that is what is looked for
-    await asyncio.sleep(0.01)
-    watch.cancel()
+    async with watching(metrics.loop_lag):
+        await asyncio.sleep(0.05)
+        time.sleep(0.35)  # noqa: ASYNC251 - that is what is looked for
+        await asyncio.sleep(0.01)
     assert metrics.value("kvreturn_event_loop_lag_seconds_count") == 1
     assert metrics.value("kvreturn_event_loop_lag_seconds_sum") >= 0.1
 
