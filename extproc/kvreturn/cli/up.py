@@ -40,7 +40,11 @@ _COLOURS = {"router": "cyan", "envoy": "magenta", "kvreturn": "green"}
     default="warn",
     show_default=True,
 )
-def command(config: Path, concurrency: int, envoy_log_level: str) -> None:
+@click.option("--workers", type=click.IntRange(min=1), help="As for `kvreturn serve`.")
+@click.option(
+    "--watch", is_flag=True, help="As for `kvreturn serve`. Envoy keeps the bootstrap that it was started with."
+)
+def command(config: Path, concurrency: int, envoy_log_level: str, workers: int | None, watch: bool) -> None:
     """Run the ext_proc server and Envoy together, until SIGINT or SIGTERM.
 
     Log lines come with their source in front. If one of the two dies, the other is stopped and the exit code is 1. A
@@ -48,8 +52,9 @@ def command(config: Path, concurrency: int, envoy_log_level: str) -> None:
     second signal stops them at once.
     """
     try:
-        settings = load_settings(config)
+        settings = load_settings(config, over={"workers": workers} if workers else {})
         serve = [sys.executable, "-m", "kvreturn.cli.main", "serve", "--config", str(config)]
+        serve += ["--workers", str(settings.workers), *(["--watch"] if watch else [])]
         asyncio.run(run(settings, serve, _print_line, concurrency=concurrency, log_level=envoy_log_level))
     except (ConfigError, ProcessError) as e:
         raise click.ClickException(str(e)) from e
@@ -74,7 +79,7 @@ async def run(
     from kvreturn.envoy import bootstrap  # noqa: PLC0415 - takes about a second: not before errors in the arguments
 
     document = bootstrap.to_dict(bootstrap.build(settings))
-    taken = unavailable(_listens(settings))
+    taken = unavailable(settings.listens())
     if taken:
         raise ProcessError("\n".join(taken))
     for warning in bootstrap.warnings(settings):
@@ -100,7 +105,7 @@ async def run(
 
 async def _ready(settings: Settings, router: Child) -> None:
     async def serving() -> bool:
-        return await _is_serving(reachable(settings.listen))
+        return all([await _is_serving(reachable(listen)) for listen in settings.router_listens()])
 
     await router.ready(serving, _ROUTER_READY_WITHIN)
 
@@ -129,13 +134,6 @@ def _signals() -> Iterator[asyncio.Queue[int]]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-def _listens(settings: Settings) -> dict[str, str]:
-    envoy = settings.envoy
-    listens = {"envoy.listen": envoy.listen, "envoy.prefill_listen": envoy.prefill_listen, "envoy.admin": envoy.admin}
-    listens["listen"] = settings.listen
-    return {**listens, "admin": settings.admin} if settings.admin else listens
 
 
 def _print_line(source: str, line: str) -> None:

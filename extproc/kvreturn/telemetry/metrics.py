@@ -76,7 +76,17 @@ class Metrics:
         self.first_byte_seconds = histogram(
             "time_to_first_byte_seconds", "From the client's headers to the first byte of D's body.", "outcome"
         )
+        self.reloads = counter("config_reloads", "Looks at changed settings, by what came of them.", "result")
+        self.configured = Gauge(
+            "kvreturn_config_last_success_timestamp_seconds",
+            "When the settings in use were read, in seconds since 1970.",
+            registry=self.registry,
+        )
         self.live = Gauge("kvreturn_live_streams", "Exchanges that are being processed.", registry=self.registry)
+
+    def know(self, models: Collection[str]) -> None:
+        """These names get a label value of their own, too."""
+        self._models.update(models)
 
     def watch(self, name: str, doc: str, value: Callable[[], float]) -> None:
         """Add a gauge whose value is asked for at each scrape."""

@@ -188,7 +188,16 @@ BAD = [
         "kvreturn.yaml:2: lissten: unknown setting; did you mean `listen`?",
     ),
     ("a bad address", POOLS + "listen: '9090'\n", "kvreturn.yaml:2: listen: '9090' is no host:port"),
-    ("one port twice", POOLS + "listen: 127.0.0.1:9091\n", "must all differ"),
+    (
+        "one port twice",
+        POOLS + "listen: 127.0.0.1:9091\n",
+        "kvreturn.yaml:2: listen and admin: both are 127.0.0.1:9091; give each its own",
+    ),
+    (
+        "workers without a store",
+        POOLS + "workers: 2\n",
+        "kvreturn.yaml:2: workers: 2 processes need a session store that they share",
+    ),
     ("a wrong value", POOLS + "\nproof: maybe\n", "kvreturn.yaml:3: proof: Input should be"),
 ]
 

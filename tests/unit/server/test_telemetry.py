@@ -34,6 +34,8 @@ END = Response(decode_events(params=handle()), node=DECODE)
 NAMES = {
     "kvreturn_breakers_open",
     "kvreturn_capture_failures_total",
+    "kvreturn_config_last_success_timestamp_seconds",
+    "kvreturn_config_reloads_total",
     "kvreturn_handles_captured_total",
     "kvreturn_handles_missing_total",
     "kvreturn_frees_total",
