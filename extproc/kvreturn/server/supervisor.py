@@ -81,7 +81,7 @@ class Supervisor:
                 self._fail(f"worker {index} could not start; its last lines say why")
                 return
             first = False
-            deaths = deaths + 1 if time.monotonic() - begun < _SOON else 0
+            deaths = deaths + 1 if code and time.monotonic() - begun < _SOON else 0
             if deaths >= _GIVE_UP:
                 self._fail(f"worker {index} {_how(code)}, {deaths} times in a row within {_SOON:g} s of its start")
                 return
