@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -52,14 +53,15 @@ async def test_fr131_twenty_restarts_without_one_that_hangs(
     running = asyncio.create_task(one.run())
     written: list[str] = []
 
-    async def up(times: int) -> None:
-        await until(lambda: written.append(capfd.readouterr().out) or "".join(written).count("up") == times)  # type: ignore[func-returns-value]
+    def are_up(times: int) -> bool:
+        written.append(capfd.readouterr().out)
+        return "".join(written).count("up") == times
 
     for i in range(1, 11):
-        await up(2 * i)
+        await until(partial(are_up, 2 * i))
         for process in one._running.values():
             process.terminate()
-    await up(22)
+    await until(lambda: are_up(22))
     one._stop()
     await asyncio.wait_for(running, 10)
     assert caplog.text.count("exited with code 0; it is started again in 0 s") == 20
