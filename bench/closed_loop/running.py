@@ -92,8 +92,7 @@ async def _play(scenario: Scenario, way: Way, seed: int) -> Run:
             stack.push_async_callback(node.stop)
         world = World.create(Settings.model_validate(scenario.settings(way, *addresses)), clock=clock.now)
         await stack.enter_async_context(world.client)
-        if world.pressure:
-            await stack.enter_async_context(world.pressure)
+        await stack.enter_async_context(world.pressure)
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(
             aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))

@@ -1,15 +1,17 @@
 """The settings of one router: what `kvreturn.yaml` holds."""
 
+import itertools
 from typing import Self
 
 from pydantic import Field, SecretStr, model_validator
 
+from kvreturn.core.address import shifted
 from kvreturn.settings.envoy import Envoy
 from kvreturn.settings.limits import Limits
 from kvreturn.settings.nodes import Breaker, Pools, Prefill
 from kvreturn.settings.returns import Returns
 from kvreturn.settings.store import Store
-from kvreturn.settings.types import Address, Listen, Positive, Proof, Return, Section
+from kvreturn.settings.types import Address, Count, Listen, Positive, Proof, Return, Section
 
 SECRET_ENV = "KVRETURN_SECRET"  # noqa: S105 - the name of a variable, not a secret
 
@@ -33,6 +35,11 @@ class Settings(Section):
     )
     admin: Address | None = Field(
         "127.0.0.1:9091", description="Metrics and health over HTTP; null for none. Keep it off public networks."
+    )
+    workers: Count = Field(
+        1,
+        description="Processes of `kvreturn serve`, each good for one core. Each next one listens two ports further "
+        "on, `admin` too (a Unix socket: `PATH.1`). More than one need `store.url` (docs/operations.md).",
     )
     pools: Pools
     prefill: Prefill = Prefill()
@@ -82,11 +89,19 @@ class Settings(Section):
     envoy: Envoy = Envoy()
 
     @model_validator(mode="after")
+    def _workers_share_a_store(self) -> Self:
+        if self.workers > 1 and not self.store.url:
+            raise ValueError(
+                f"workers: {self.workers} processes need a session store that they share. In its own memory each would "
+                "find only the turns that it served itself. Set `store.url` to a Redis or Valkey, or `workers: 1`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _distinct_ports(self) -> Self:
-        listens = [self.listen, self.envoy.listen, self.envoy.prefill_listen, self.envoy.admin, self.admin]
-        taken = [a for a in listens if a]
-        if len(set(taken)) < len(taken):
-            raise ValueError("listen, admin, envoy.listen, envoy.prefill_listen and envoy.admin must all differ")
+        for (a, where), (b, there) in itertools.combinations(self.listens().items(), 2):
+            if where == there:
+                raise ValueError(f"{a} and {b}: both are {where}; give each its own")
         return self
 
     @model_validator(mode="after")
@@ -103,6 +118,35 @@ class Settings(Section):
         if self.tenant_cache_salt and not self.secret.get_secret_value():
             raise ValueError(f"tenant_cache_salt needs `secret` (or ${SECRET_ENV}): routers must make the same salts")
         return self
+
+    def worker(self, index: int) -> "Settings":
+        """The settings of one of the workers.
+
+        Args:
+            index: from 0.
+
+        Raises:
+            ValueError: there is no such port.
+        """
+        return self.model_copy(
+            update={"listen": shifted(self.listen, index), "admin": self.admin and shifted(self.admin, index)}
+        )
+
+    def listens(self) -> dict[str, str]:
+        """All addresses that the router and Envoy listen on, by what asks for them."""
+        found: dict[str, str] = {}
+        for i in range(self.workers):
+            whose = f" of worker {i}" if i else ""
+            found[f"listen{whose}"] = shifted(self.listen, i)
+            if self.admin:
+                found[f"admin{whose}"] = shifted(self.admin, i)
+        envoy = self.envoy
+        found |= {"envoy.listen": envoy.listen, "envoy.prefill_listen": envoy.prefill_listen}
+        return found | {"envoy.admin": envoy.admin}
+
+    def router_listens(self) -> list[str]:
+        """Where the workers of this file listen for Envoy."""
+        return [shifted(self.listen, i) for i in range(self.workers)]
 
     def return_for(self, model: str) -> Return:
         """How turns of `model` go back."""

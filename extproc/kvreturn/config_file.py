@@ -2,8 +2,10 @@
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -16,8 +18,15 @@ from kvreturn.settings.store import STORE_KEY_ENV, STORE_URL_ENV
 _FROM_ENV = {SECRET_ENV: ("secret",), STORE_URL_ENV: ("store", "url"), STORE_KEY_ENV: ("store", "encryption_key")}
 
 
-def load_settings(path: Path, environ: Mapping[str, str] = os.environ) -> Settings:
+def load_settings(
+    path: Path, environ: Mapping[str, str] = os.environ, over: Mapping[str, object] = MappingProxyType({})
+) -> Settings:
     """Read settings from a YAML file.
+
+    Args:
+        path: of the file.
+        environ: the environment.
+        over: top-level settings that stand above those of the file.
 
     Raises:
         ConfigError: the file cannot be read, is no YAML, or has a wrong or unknown member.
@@ -41,10 +50,11 @@ def load_settings(path: Path, environ: Mapping[str, str] = os.environ) -> Settin
                 section = section.setdefault(step, {})
             if isinstance(section, dict):  # else the model says what is wrong
                 section[name] = environ[variable]
+    data.update(over)
     try:
         return Settings.model_validate(data)
     except ValidationError as e:
-        lines = [f"{path}:{_line(node, err['loc'])}: {_explain(err)}" for err in e.errors()]
+        lines = [f"{path}:{_line_of(node, err)}: {_explain(err)}" for err in e.errors()]
         raise ConfigError("\n".join(lines)) from None
 
 
@@ -61,6 +71,14 @@ def _duplicate(node: yaml.Node) -> yaml.ScalarNode | None:
     elif isinstance(node, yaml.SequenceNode):
         return next((found for item in node.value if (found := _duplicate(item))), None)
     return None
+
+
+def _line_of(node: yaml.Node | None, err: Any) -> int:  # noqa: ANN401 - as for `_explain`
+    """The line of what is wrong. Where settings do not fit together, their names are the beginning of the message."""
+    if err["loc"]:
+        return _line(node, err["loc"])
+    names = re.findall(r"[\w.]+", _message(err).partition(":")[0])
+    return max(_line(node, tuple(name.split("."))) for name in names)
 
 
 def _line(node: yaml.Node | None, loc: tuple[int | str, ...]) -> int:
@@ -85,10 +103,13 @@ def _explain(err: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails, whose 
     loc = err["loc"]
     where = ".".join(str(part) for part in loc)
     if err["type"] != "extra_forbidden":
-        message = str(err["msg"]).removeprefix("Value error, ")
-        return f"{where}: {message}" if where else message
+        return f"{where}: {_message(err)}" if where else _message(err)
     close = difflib.get_close_matches(str(loc[-1]), _known(loc[:-1]), n=1)
     return f"{where}: unknown setting" + (f"; did you mean `{close[0]}`?" if close else "")
+
+
+def _message(err: Any) -> str:  # noqa: ANN401 - as above
+    return str(err["msg"]).removeprefix("Value error, ")
 
 
 def _known(loc: tuple[int | str, ...]) -> list[str]:

@@ -171,18 +171,70 @@ def test_a_time_is_a_positive_number_of_seconds(tmp_path: Path, name: str, value
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "told"),
     [
-        "admin: 127.0.0.1:9090\n",
-        "listen: 127.0.0.1:9091\n",
-        "envoy: {listen: 127.0.0.1:9090}\n",
-        "envoy: {listen: '127.0.0.1:5', prefill_listen: '127.0.0.1:5'}\n",
-        "envoy: {admin: 127.0.0.1:8000}\n",
+        ("admin: 127.0.0.1:9090\n", "4: listen and admin: both are 127.0.0.1:9090"),
+        ("listen: 127.0.0.1:9091\n", "4: listen and admin: both are 127.0.0.1:9091"),
+        ("proof: connector\nenvoy: {listen: 127.0.0.1:9090}\n", "5: listen and envoy.listen: both are 127.0.0.1:9090"),
+        (
+            "envoy:\n  listen: 127.0.0.1:5\n  prefill_listen: 127.0.0.1:5\n",
+            "6: envoy.listen and envoy.prefill_listen: both are 127.0.0.1:5",
+        ),
+        ("envoy: {admin: 127.0.0.1:8000}\n", "4: envoy.listen and envoy.admin: both are 127.0.0.1:8000"),
+        (
+            "workers: 3\nsecret: s\nstore: {url: 'redis://a'}\nenvoy: {admin: 127.0.0.1:9095}\n",
+            "7: admin of worker 2 and envoy.admin: both are 127.0.0.1:9095",
+        ),
     ],
 )
-def test_no_two_servers_share_an_address(tmp_path: Path, text: str) -> None:
-    (line,) = errors(tmp_path, POOLS + text)
-    assert line.endswith("listen, admin, envoy.listen, envoy.prefill_listen and envoy.admin must all differ")
+def test_no_two_servers_share_an_address(tmp_path: Path, text: str, told: str) -> None:
+    assert errors(tmp_path, POOLS + text) == [f"FILE:{told}; give each its own"]
+
+
+SHARED = "secret: s\nstore: {url: 'redis://a'}\n"
+
+
+def test_workers_need_a_store_that_they_share(tmp_path: Path) -> None:
+    (line,) = errors(tmp_path, POOLS + "proof: connector\nworkers: 2\n")
+    assert line.startswith("FILE:5: workers: 2 processes need a session store that they share.")
+    assert line.endswith("Set `store.url` to a Redis or Valkey, or `workers: 1`")
+    assert load(tmp_path, POOLS + "workers: 1\n").workers == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "listens", "admins"),
+    [
+        (
+            "",
+            ["127.0.0.1:9090", "127.0.0.1:9092", "127.0.0.1:9094"],
+            ["127.0.0.1:9091", "127.0.0.1:9093", "127.0.0.1:9095"],
+        ),
+        ("listen: '[::1]:5'\nadmin: null\n", ["[::1]:5", "[::1]:7", "[::1]:9"], [None] * 3),
+        (
+            "listen: unix:/run/k.sock\nadmin: 'a:1'\n",
+            [f"unix:/run/k.sock{i}" for i in ("", ".1", ".2")],
+            ["a:1", "a:3", "a:5"],
+        ),
+    ],
+)
+def test_each_worker_has_its_own_addresses(
+    tmp_path: Path, text: str, listens: list[str], admins: list[str | None]
+) -> None:
+    settings = load(tmp_path, POOLS + SHARED + "workers: 3\n" + text)
+    workers = [settings.worker(i) for i in range(3)]
+    assert [w.listen for w in workers] == listens == settings.router_listens()
+    assert [w.admin for w in workers] == admins
+
+
+def test_a_port_for_each_worker_must_exist(tmp_path: Path) -> None:
+    (line,) = errors(tmp_path, POOLS + SHARED + "listen: 127.0.0.1:65532\nworkers: 3\n")
+    assert line == "FILE:7: workers: from 127.0.0.1:65532 on there is no port for worker 2; choose a lower one"
+
+
+def test_the_command_line_stands_above_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "kvreturn.yaml"
+    path.write_text(POOLS + SHARED + "workers: 1\n")
+    assert load_settings(path, {}, {"workers": 4}).workers == 4
 
 
 def test_two_switched_off_servers_are_not_two_of_one_address(tmp_path: Path) -> None:

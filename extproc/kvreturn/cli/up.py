@@ -44,7 +44,13 @@ _COLOURS = {"router": "cyan", "envoy": "magenta", "kvreturn": "green"}
     show_default=True,
 )
 @log_format
-def command(config: Path, concurrency: int, envoy_log_level: str, log_format: Format) -> None:
+@click.option("--workers", type=click.IntRange(min=1), help="As for `kvreturn serve`.")
+@click.option(
+    "--watch", is_flag=True, help="As for `kvreturn serve`. Envoy keeps the bootstrap that it was started with."
+)
+def command(
+    config: Path, concurrency: int, envoy_log_level: str, log_format: Format, workers: int | None, watch: bool
+) -> None:
     """Run the ext_proc server and Envoy together, until SIGINT or SIGTERM.
 
     Log lines come with their source in front, or in `logger` with --log-format json. If one of the two dies, the other
@@ -52,17 +58,10 @@ def command(config: Path, concurrency: int, envoy_log_level: str, log_format: Fo
     seconds to end, then both stop. A second signal stops them at once.
     """
     try:
-        settings = load_settings(config)
-        serve = [
-            sys.executable,
-            "-m",
-            "kvreturn.cli.main",
-            "serve",
-            "--config",
-            str(config),
-            "--log-format",
-            log_format,
-        ]
+        settings = load_settings(config, over={"workers": workers} if workers else {})
+        serve = [sys.executable, "-m", "kvreturn.cli.main", "serve", "--config", str(config)]
+        serve += ["--log-format", log_format]
+        serve += ["--workers", str(settings.workers), *(["--watch"] if watch else [])]
         sink = _print_json if log_format == "json" else _print_line
         asyncio.run(run(settings, serve, sink, concurrency=concurrency, log_level=envoy_log_level))
     except (ConfigError, ProcessError) as e:
@@ -88,7 +87,7 @@ async def run(
     from kvreturn.envoy import bootstrap  # noqa: PLC0415 - takes about a second: not before errors in the arguments
 
     document = bootstrap.to_dict(bootstrap.build(settings))
-    taken = unavailable(_listens(settings))
+    taken = unavailable(settings.listens())
     if taken:
         raise ProcessError("\n".join(taken))
     for warning in bootstrap.warnings(settings):
@@ -114,7 +113,7 @@ async def run(
 
 async def _ready(settings: Settings, router: Child) -> None:
     async def serving() -> bool:
-        return await _is_serving(reachable(settings.listen))
+        return all([await _is_serving(reachable(listen)) for listen in settings.router_listens()])
 
     await router.ready(serving, _ROUTER_READY_WITHIN)
 
@@ -143,13 +142,6 @@ def _signals() -> Iterator[asyncio.Queue[int]]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-def _listens(settings: Settings) -> dict[str, str]:
-    envoy = settings.envoy
-    listens = {"envoy.listen": envoy.listen, "envoy.prefill_listen": envoy.prefill_listen, "envoy.admin": envoy.admin}
-    listens["listen"] = settings.listen
-    return {**listens, "admin": settings.admin} if settings.admin else listens
 
 
 def _print_line(source: str, line: str) -> None:

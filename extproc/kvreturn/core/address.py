@@ -3,6 +3,7 @@
 import ipaddress
 import re
 
+_LAST_PORT = 65535
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -23,9 +24,26 @@ def split_address(address: str) -> tuple[str, int]:
         raise ValueError(f"{address!r}: write an IPv6 address as [address]:port")
     elif not _NAME.fullmatch(host):
         raise ValueError(f"{address!r} is no host:port")
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):  # noqa: PLR2004
+    if not (port.isascii() and port.isdigit() and 0 < int(port) <= _LAST_PORT):
         raise ValueError(f"{address!r} is no host:port")
     return host, int(port)
+
+
+def shifted(listen: str, index: int) -> str:
+    """Where worker `index` listens, of several that share a setting: two ports further on each, or `PATH.index`.
+
+    Raises:
+        ValueError: there is no such port.
+    """
+    if index == 0:
+        return listen
+    if listen.startswith("unix:"):
+        return f"{listen}.{index}"
+    head, _, port = listen.rpartition(":")
+    moved = int(port) + 2 * index
+    if moved > _LAST_PORT:
+        raise ValueError(f"workers: from {listen} on there is no port for worker {index}; choose a lower one")
+    return f"{head}:{moved}"
 
 
 def is_local(host: str) -> bool:

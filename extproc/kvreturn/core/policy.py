@@ -11,6 +11,7 @@ class Policy:
     Attributes:
         proof: see `Settings.proof`.
         min_tokens: handles for fewer tokens are not attached.
+        timeout: seconds for the whole prefill leg.
         fallback: whether D does the turn alone when prefill failed.
         ttl: seconds for which a handle may be used.
         secret: shared with the nodes; empty where none is configured.
@@ -22,6 +23,7 @@ class Policy:
 
     proof: Literal["connector", "router", "trusted", "off"]
     min_tokens: int = 64
+    timeout: float = 60.0
     fallback: bool = True
     ttl: float = 450.0
     secret: bytes = b""

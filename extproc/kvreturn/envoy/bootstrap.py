@@ -39,7 +39,7 @@ def build(settings: Settings) -> bootstrap_pb.Bootstrap:
             clusters=[
                 node_cluster(names.DECODE_CLUSTER, pools.decode, names.DECODE_NODE_KEY, health),
                 node_cluster(names.PREFILL_CLUSTER, pools.prefill, names.PREFILL_NODE_KEY, health),
-                router_cluster(settings.envoy.routers or [settings.listen]),
+                router_cluster(settings.envoy.routers or settings.router_listens()),
             ],
         ),
         admin=bootstrap_pb.Admin(address=bind_address(settings.envoy.admin), ignore_global_conn_limit=True),

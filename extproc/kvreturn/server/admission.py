@@ -21,6 +21,10 @@ class Admission:
         self._tenants: Counter[bytes] = Counter()
         self.live = 0
 
+    def apply(self, limits: Limits) -> None:
+        """Turns that come from now on are counted against these bounds."""
+        self._limits = limits
+
     def enter(self, tenant: bytes, api: API) -> Refuse | None:
         """Let a turn begin, to be followed by `leave`; or its refusal, and nothing is to follow."""
         limits = self._limits

@@ -5,10 +5,11 @@ import contextlib
 import logging
 import os
 import signal
-import socket
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -17,7 +18,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvreturn.config import Settings
 from kvreturn.core.address import split_address
+from kvreturn.envoy.ports import unavailable
 from kvreturn.server.admin import admin_app
+from kvreturn.server.reload import Reloader
 from kvreturn.server.service import SERVICE, ExternalProcessor, server_options
 from kvreturn.server.world import World
 from kvreturn.telemetry.environment import metrics_export
@@ -63,13 +66,11 @@ class Router:
         settings = self.world.settings
         self._service.add_to(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        if _answers(settings.listen):
-            raise ListenError(f"cannot listen on {settings.listen}: another router is running there")
+        check_free({"listen": settings.listen, "admin": settings.admin})
         try:
             self.port = self._server.add_insecure_port(settings.listen)
-        except RuntimeError as e:
-            hint = "is another router running, or is the address none of this machine's?"
-            raise ListenError(f"cannot listen on {settings.listen}: {hint} ({e})") from None
+        except RuntimeError as e:  # somebody was faster than we are
+            raise ListenError(f"cannot listen on {settings.listen} (listen): {e}") from None
         if settings.admin:
             await self._start_admin(settings.admin)
         await self._server.start()
@@ -107,18 +108,21 @@ class Router:
             raise ListenError(f"cannot listen on {address} (admin): {e.strerror}") from None
 
 
-def _answers(listen: str) -> bool:
-    """Whether somebody listens on a Unix socket: gRPC would take its path over without a word."""
-    scheme, _, path = listen.partition(":")
-    if scheme != "unix":
-        return False
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(path)
-        except OSError:  # nobody, at most a socket that a killed router has left
-            return False
-    return True
+def check_free(listens: Mapping[str, str | None]) -> None:
+    """See that nobody has these addresses.
+
+    Before gRPC tries: it writes lines of its own about a port that is in use, and takes over the path of a Unix socket
+    without a word.
+
+    Args:
+        listens: by setting; None for what is switched off.
+
+    Raises:
+        ListenError: with a line for each that is taken, or not ours.
+    """
+    taken = unavailable({setting: listen for setting, listen in listens.items() if listen})
+    if taken:
+        raise ListenError("\n".join(f"cannot listen on {line}" for line in taken))
 
 
 @contextlib.asynccontextmanager
@@ -126,7 +130,7 @@ async def running(settings: Settings) -> AsyncIterator[Router]:
     """A router for as long as the context lasts."""
     world = World.create(settings, tracing=Tracing.from_environ(os.environ))
     export = metrics_export(world.metrics, os.environ)
-    async with world.client, contextlib.aclosing(world.guard), world.pressure or contextlib.nullcontext():
+    async with world.client, contextlib.aclosing(world.guard), world.pressure:
         router = Router(world)
         try:
             async with export or contextlib.nullcontext(), watching(world.metrics.loop_lag):
@@ -135,7 +139,7 @@ async def running(settings: Settings) -> AsyncIterator[Router]:
                     await router.start()
                     yield router
                 finally:
-                    await router.drain(settings.drain_timeout)
+                    await router.drain(world.settings.drain_timeout)
         finally:
             await _exported(world.tracing, export)
 
@@ -150,14 +154,39 @@ async def _exported(tracing: Tracing, metrics: "MetricsExport | None") -> None:
         await asyncio.to_thread(metrics.join, max(end - time.monotonic(), 0.0))
 
 
-async def serve(settings: Settings) -> None:
-    """Run until SIGTERM or SIGINT, then drain."""
+async def serve(
+    settings: Settings, load: Callable[[], Settings], *, worker: int | None = None, watch: Path | None = None
+) -> None:
+    """Run until SIGTERM or SIGINT, then drain. SIGHUP reads the settings again.
+
+    Args:
+        settings: of all workers.
+        load: reads them again.
+        worker: which one this is; its supervisor holds the other end of its standard input. None without workers.
+        watch: the file to reload when it changes, None to wait for SIGHUP.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with running(settings) as router:
-        log.info("listening on %s", settings.listen)
+    if worker is not None:
+        loop.add_reader(sys.stdin.fileno(), _orphaned, stop)
+    own = settings.worker(worker or 0)
+    async with running(own) as router:
+        reloader = Reloader(router.world, load, settings, worker or 0)
+        loop.add_signal_handler(signal.SIGHUP, reloader.reload)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        watching = asyncio.create_task(reloader.watch(watch)) if watch else None
+        log.info("listening on %s", own.listen)
         await stop.wait()
-        log.info("draining %d streams for at most %g s", len(router._service.running), settings.drain_timeout)  # noqa: SLF001
+        if watching:
+            watching.cancel()
+        seconds = router.world.settings.drain_timeout
+        log.info("draining %d streams for at most %g s", len(router._service.running), seconds)  # noqa: SLF001
     log.info("stopped")
+
+
+def _orphaned(stop: asyncio.Event) -> None:
+    """The supervisor is gone."""
+    asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+    stop.set()

@@ -32,7 +32,7 @@ async def drive(
         headers: go with the requests to prefill nodes.
     """
     record.size = len(body)
-    deadline = world.clock() + world.settings.prefill.timeout
+    begun = world.clock()
     steps = turn.request(body)
     result: Any = None
 
@@ -62,8 +62,9 @@ async def drive(
                 assert isinstance(effect, Ask)
                 # vLLM's engine fails on two live requests of one id, so no client's id goes there.
                 named = {**headers, "x-request-id": world.new_id()}
+                left = begun + turn.policy.timeout - world.clock()
                 with record.prefill_leg(effect) as traced:
-                    result = await world.client.ask(effect, {**named, **traced}, deadline - world.clock())
+                    result = await world.client.ask(effect, {**named, **traced}, left)
                     record.replied(result)
     finally:
         with contextlib.suppress(ValueError):  # the client left while a thread is at work: it ends by itself

@@ -57,6 +57,7 @@ class Exchange:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._limits = world.settings.limits  # until its end, whatever is reloaded meanwhile
         self._config = ProtocolConfiguration()
         self._headers: dict[str, str] = {}
         self._request: RequestSide | None = None  # None: this exchange's request is none of our business
@@ -136,7 +137,7 @@ class Exchange:
         self._looks = (api or self._stored) is not None
         request = None
         if not bodiless:
-            request = self._request = RequestSide(self._config, self._world.settings.limits.request_bytes)
+            request = self._request = RequestSide(self._config, self._limits.request_bytes)
             if not request.readable or (self._looks and self._config.response_body_mode == Mode.NONE):
                 return self._refuse_setup()
             if api:
@@ -190,8 +191,7 @@ class Exchange:
         try:
             answers = request.add(message.body, end=message.end_of_stream)
         except TooLargeError:
-            limit = self._world.settings.limits.request_bytes
-            text = f"kvreturn: the request body is over {limit} bytes (limits.request_bytes)"
+            text = f"kvreturn: the request body is over {self._limits.request_bytes} bytes (limits.request_bytes)"
             return self._refuse(413, text, "RequestEntityTooLarge", "too_large")
         return [*answers, *await self._proceed(request)]
 
@@ -272,14 +272,13 @@ class Exchange:
         if not self._looks:
             return [CONTINUE_RESPONSE_HEADERS]
         headers = read_headers(message.response_headers.headers)
-        limits = self._world.settings.limits
         status, node = int(headers.get(":status", "0") or 0), read_upstream(message) or self._route
         if self._record:
             self._record.responded(status, node, headers.get("content-type", "").lower())
             self._keeper = node if self._record.kept and status == _OK else None
         changes = Headers(remove=foreign_headers(headers))
         try:
-            decoder = content_decoder(headers.get("content-encoding", "").strip().lower(), limits.response_bytes)
+            decoder = content_decoder(headers.get("content-encoding", "").strip().lower(), self._limits.response_bytes)
         except UnreadableEncodingError as e:
             text = f"kvreturn: the decode node answered with content-encoding {e}, although none was accepted"
             log.warning(text)
@@ -296,16 +295,15 @@ class Exchange:
         return [headers_answer(response=True, common=CommonResponse(header_mutation=changes.mutation()))]
 
     def _capture(self, content_type: str, status: int) -> Capture:
-        limits = self._world.settings.limits
         answer = self._turn.answer if self._turn else self._api.answer()
         if status >= _ERRORS:
             refusal = partial(strip_refusal, api=self._api, status=status)
-            return BodyCapture(answer, limits.response_bytes, refusal=refusal)
+            return BodyCapture(answer, self._limits.response_bytes, refusal=refusal)
         return open_capture(
             content_type,
             answer,
-            event_bytes=limits.event_bytes,
-            response_bytes=limits.response_bytes,
+            event_bytes=self._limits.event_bytes,
+            response_bytes=self._limits.response_bytes,
             ids=self._turn.ids_in_answer if self._turn else None,
         )
 

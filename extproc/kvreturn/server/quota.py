@@ -30,6 +30,10 @@ class Quota:
         """Number of records that are counted."""
         return len(self._whose)
 
+    def apply(self, share: int) -> None:
+        """A tenant may have so many from now on. What it has too many goes when it puts the next one."""
+        self._share = share
+
     def put(self, tenant: bytes, ticket: bytes, ttl: float) -> list[bytes]:
         """A record was put.
 

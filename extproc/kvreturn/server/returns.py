@@ -22,6 +22,8 @@ from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Ask, Awaited, Put, Record, Reply
 from kvreturn.core.returning import PATH, Form, Job, ReturnError, free_body, probe_body, read_probe, return_body
 from kvreturn.core.unseen import Unseen
+from kvreturn.server.tasks import Tasks
+from kvreturn.settings.returns import Returns as Settings
 from kvreturn.telemetry.tracing import headers_of
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class Returns:
         self._settings = world.settings.returns
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._frees = asyncio.Semaphore(_FREES)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._waiting = 0
         self._tenants: Counter[bytes] = Counter()
         self._paced: dict[str, float] = {}  # when the next return to a node may begin
@@ -73,6 +75,12 @@ class Returns:
     def running(self) -> int:
         """Returns that are under way."""
         return len(self._running)
+
+    def apply(self, settings: Settings) -> None:
+        """Returns that begin from now on go by these settings."""
+        if settings.concurrency != self._settings.concurrency:
+            self._slots.clear()  # whoever waits for one of those, or has it, keeps to it
+        self._settings = settings
 
     # --- what a turn leaves ---
 
@@ -110,7 +118,7 @@ class Returns:
             result = "tenant_limit"
         if result:
             self._world.metrics.returns.labels(result).inc()
-        self._spawn(self._stay(task) if result else self._run(task))
+        self._tasks.start(self._stay(task) if result else self._run(task))
         return result
 
     def felt(self, node: str, pressure: Pressure) -> None:
@@ -145,8 +153,8 @@ class Returns:
             tokens=job.handle.tokens,
             gap=job.gap,
             turns=job.turns,
-            prefill=world.pressure.of(job.prefill_node) if world.pressure else None,
-            decode=world.pressure.of(job.decode_node) if world.pressure else None,
+            prefill=world.pressure.of(job.prefill_node),
+            decode=world.pressure.of(job.decode_node),
             decode_node=job.decode_node or "",
             ttl=job.ttl,
             # Each answer of "no" is tried now and then, so only who goes by it asks.
@@ -320,7 +328,7 @@ class Returns:
             credentials: as for `offer`.
         """
         if record.handle is not None and not self._closed:
-            self._spawn(self._free(record, credentials))
+            self._tasks.start(self._free(record, credentials))
 
     async def _free(self, record: Record, credentials: Mapping[str, str]) -> None:
         world = self._world
@@ -337,13 +345,4 @@ class Returns:
     async def drain(self, seconds: float) -> None:
         """Let returns that are under way end, and drop the others."""
         self._closed = True
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=seconds)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        await self._tasks.drain(seconds)

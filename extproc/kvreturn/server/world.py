@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvreturn.config import Settings
 from kvreturn.core.cost import CostModel
@@ -16,6 +17,7 @@ from kvreturn.core.policy import Policy
 from kvreturn.core.ports import Put, Record, SessionStore, Taken
 from kvreturn.core.turn import Turn
 from kvreturn.server.admission import Admission
+from kvreturn.server.policies import policy_for
 from kvreturn.server.quota import Quota
 from kvreturn.server.returns import Returns
 from kvreturn.store.factory import open_store
@@ -45,6 +47,11 @@ def _folded(credential: str) -> str:
     return " ".join([first.lower(), *rest]) if rest else first
 
 
+def _watched(settings: Settings) -> tuple[list[str], list[str]]:
+    """Prefill and decode nodes whose state matters."""
+    return (settings.pools.prefill, settings.pools.decode) if settings.any_auto else ([], [])
+
+
 def _new_id() -> str:
     return uuid.uuid4().hex
 
@@ -72,8 +79,8 @@ class World:
     metrics: Metrics
     key: bytes
     clock: Callable[[], float]
+    pressure: PressureWatch
     new_id: Callable[[], str] = _new_id
-    pressure: PressureWatch | None = None
     tracing: Tracing = field(default_factory=Tracing)
     returns: Returns = field(init=False)
     quota: Quota = field(init=False)
@@ -85,16 +92,18 @@ class World:
         self.returns = Returns(self)
         self.quota = Quota(self.settings.limits.sessions_per_tenant, self.clock)
         self.admission = Admission(self.settings.limits)
-        if self.pressure:
-            self.pressure.told = self.returns.felt
+        self.pressure.told = self.returns.felt
         for name, doc, value, unit in (
             ("live_turns", "Turns that are being processed.", lambda: self.admission.live, "{turn}"),
             ("returns_waiting", "Eager returns that wait for their turn.", lambda: self.returns.waiting, "{return}"),
             ("returns_running", "Eager returns that are under way.", lambda: self.returns.running, "{return}"),
         ):
             self.metrics.watch(name, doc, value, unit=unit)
+        self.metrics.describe(self._described)
+
+    def _described(self) -> tuple[str, ...]:
         own = self.settings
-        self.metrics.describe(own.proof, own.return_, "redis" if own.store.url else "memory", own.prefill.via)
+        return own.proof, own.return_, "redis" if own.store.url else "memory", own.prefill.via
 
     @classmethod
     def create(
@@ -115,7 +124,6 @@ class World:
         )
         through = settings.envoy.prefill_listen if settings.prefill.via == "envoy" else None
         interval = settings.returns.pressure_interval
-        pools = settings.pools
         return cls(
             settings=settings,
             store=store,
@@ -127,29 +135,34 @@ class World:
             judge=judge,
             client=PrefillClient(prefill, through),
             tracing=tracing or Tracing(),
-            pressure=PressureWatch(pools.prefill, pools.decode, through, clock=clock, interval=interval)
-            if settings.any_auto
-            else None,
+            pressure=PressureWatch(*_watched(settings), through, clock=clock, interval=interval),
             metrics=metrics,
             # Fingerprints must not tell contents to a reader of the store, so they always have a key.
             key=hmac.digest(secret, b"fingerprints", "sha256") if secret else os.urandom(32),
             clock=clock,
         )
 
-    def policy(self, model: str) -> Policy:
-        """The policy for a model's turns."""
-        settings = self.settings
-        return Policy(
-            proof=settings.proof_for(model),
-            min_tokens=settings.limits.min_tokens,
-            fallback=settings.prefill.on_failure == "fallback",
-            ttl=settings.store.ttl,
-            pass_token_ids=settings.prefill.pass_token_ids,
-            returns=settings.return_for(model),
-            secret=settings.secret.get_secret_value().encode(),
-            history=settings.limits.history,
-            salts=settings.tenant_cache_salt,
-        )
+    @property
+    def policy(self) -> Callable[[str], Policy]:
+        """Gives the policy for a model's turns, by the settings of this moment: whoever has it keeps them."""
+        return partial(policy_for, self.settings)
+
+    def apply(self, settings: Settings) -> None:
+        """Go by other settings from now on. Turns under way keep their policy and their limits.
+
+        All at once: there is no await in it. Settings that `kvreturn.server.reload` does not name as live must be the
+        same as before.
+        """
+        self.settings = settings
+        self.prefill.update(settings.pools.prefill)
+        self.decode.update(settings.pools.decode)
+        self.pressure.watch(*_watched(settings))
+        self.judge.apply(settings.breaker)
+        self.guard.apply(settings.store)
+        self.quota.apply(settings.limits.sessions_per_tenant)
+        self.admission.apply(settings.limits)
+        self.returns.apply(settings.returns)
+        self.metrics.know(settings.models)
 
     def scope(self, headers: Mapping[str, str]) -> Scope:
         """Whose request this is, by the configured tenant header, else by its credential."""

@@ -17,8 +17,8 @@ class Envoy(Section):
     admin: Address = Field("127.0.0.1:9901", description="Envoy's admin port; keep it on a loopback address.")
     routers: list[Listen] = Field(
         [],
-        description="Where Envoy finds the routers, each as its own `listen`; they share a store. Empty: the router "
-        "of this file.",
+        description="Where Envoy finds the routers, each as its own `listen`; they share a store. Empty: the "
+        "workers of this file.",
     )
     request_body_mode: Literal["BUFFERED", "FULL_DUPLEX_STREAMED"] = Field(
         "BUFFERED", description="BUFFERED gave the lowest time to first token for bodies of 100 KB to 1 MB."

@@ -48,6 +48,10 @@ class Guard:
         self._said: set[tuple[str, str]] = set()
         metrics.watch("store_breaker_open", "Whether the store is not asked because it failed.", lambda: self.is_open)
 
+    def apply(self, settings: Store) -> None:
+        """Calls from now on go by this deadline and this breaker; the pool stays."""
+        self._settings = settings
+
     @property
     def is_open(self) -> bool:
         """Whether calls fail at once."""

@@ -1,15 +1,18 @@
 """What the standard OTEL_* variables ask for."""
 
 import math
+import uuid
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Literal
 
+from kvreturn import __version__
 from kvreturn.telemetry.instruments import Instruments
 
 if TYPE_CHECKING:
     from kvreturn.telemetry.otlp import MetricsExport
 
 Signal = Literal["TRACES", "METRICS"]
+_INSTANCE = str(uuid.uuid4())  # of this process; workers are no forks of each other
 PROTOCOLS = ("grpc", "http/protobuf")
 
 
@@ -49,6 +52,14 @@ def protocol(signal: Signal, environ: Mapping[str, str]) -> str:
     if name not in PROTOCOLS:
         raise TelemetryError(f"OTEL_EXPORTER_OTLP_PROTOCOL={name}: give {' or '.join(PROTOCOLS)}")
     return name
+
+
+def resource(environ: Mapping[str, str]) -> dict[str, str]:
+    """Attributes of this process, but for those that OTEL_RESOURCE_ATTRIBUTES has. Workers differ by the last one."""
+    given = environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+    own = {"service.name": "kvreturn", "service.version": __version__, "service.instance.id": _INSTANCE}
+    named = {"service.name": name} if (name := environ.get("OTEL_SERVICE_NAME")) else {}
+    return {k: v for k, v in own.items() if f"{k}=" not in given} | named
 
 
 def milliseconds(name: str, environ: Mapping[str, str], default: float) -> float:

@@ -8,20 +8,28 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
-from typing import Literal, TextIO
+from typing import Literal
 
 Format = Literal["console", "json"]
 FORMATS: tuple[Format, ...] = ("console", "json")
-_CONSOLE = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_CONSOLE = "%(asctime)s %(levelname)s {who}%(name)s %(message)s"
 
 
 class JSONFormatter(logging.Formatter):
-    """One JSON object for each record, on one line. Fields that are not known are left out."""
+    """One JSON object for each record, on one line. Fields that are not known are left out.
+
+    Args:
+        worker: which one writes, None if there is one process.
+    """
+
+    def __init__(self, worker: int | None = None) -> None:
+        super().__init__()
+        self._more = {} if worker is None else {"worker": worker}
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter.format`."""
         fields = getattr(record, "fields", None)
-        line = head(record.created, record.levelname.lower(), record.name)
+        line = head(record.created, record.levelname.lower(), record.name) | self._more
         if fields is None:
             line["message"] = record.getMessage()
         else:
@@ -48,14 +56,15 @@ def dump(line: dict[str, object]) -> str:
     return json.dumps(line, separators=(",", ":"), default=str)
 
 
-def configure(form: Format, level: str, stream: TextIO = sys.stderr) -> None:
+def configure(form: Format, level: str, worker: int | None = None) -> None:
     """Set up logging of this process.
 
     Args:
         form: of the lines.
         level: `debug`, `info`, `warning` or `error`.
-        stream: where they go.
+        worker: which one this is, None if there is one process.
     """
-    handler = logging.StreamHandler(stream)
-    handler.setFormatter(JSONFormatter() if form == "json" else logging.Formatter(_CONSOLE))
+    handler = logging.StreamHandler(sys.stderr)
+    who = "" if worker is None else f"worker {worker} "
+    handler.setFormatter(JSONFormatter(worker) if form == "json" else logging.Formatter(_CONSOLE.format(who=who)))
     logging.basicConfig(level=level.upper(), handlers=[handler])

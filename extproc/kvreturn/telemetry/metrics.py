@@ -1,7 +1,7 @@
 """The router's metrics. Every label has a bounded set of values; none of them holds what a client wrote."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from prometheus_client import ProcessCollector, generate_latest
 
@@ -136,21 +136,27 @@ class Metrics(Instruments):
         self.loop_lag = self.histogram(
             "event_loop.lag_seconds", "How late the event loop is, looked at four times a second.", buckets=_LAGS
         )
+        self.reloads = self.counter(
+            "config.reloads", "Looks at changed settings, by what came of them.", "result", unit="{reload}"
+        )
+        self.configured = self.gauge(
+            "config.last_success_timestamp_seconds", "When the settings in use were read, in seconds since 1970."
+        )
         self.watch("tasks", "asyncio tasks of the process.", _tasks, unit="{task}")
         ProcessCollector(registry=self.registry)
 
-    def describe(self, proof: str, returns: str, store: str, via: str) -> None:
+    def describe(self, now: Callable[[], tuple[str, ...]]) -> None:
         """Tell how this router is set up.
 
         Args:
-            proof: the setting, for models that have none of their own.
-            returns: as `proof`.
-            store: kind of the session store.
-            via: how prefill legs go.
+            now: gives the settings `proof` and `return`, the kind of store, and how prefill legs go.
         """
-        values: dict[tuple[str, ...], float] = {(__version__, proof, returns, store, via): 1.0}
         labels = ("version", "proof", "return", "store", "prefill_via")
-        self.watch_each("info", "How the router is set up; always 1.", lambda: values, *labels)
+        self.watch_each("info", "How the router is set up; always 1.", lambda: {(__version__, *now()): 1.0}, *labels)
+
+    def know(self, models: Collection[str]) -> None:
+        """These names get a label value of their own, too."""
+        self._models.update(models)
 
     def turn(self, outcome: Outcome, api: str, model: str, *, served: bool) -> None:
         """Count a turn. If a node `served` it, `model` is a name that exists, and not just what a client wrote."""

@@ -83,7 +83,7 @@ class MetricsExport:
         return cls(
             instruments,
             _exporter(environ),
-            Resource.create({"service.name": environ.get("OTEL_SERVICE_NAME") or "kvreturn"}),
+            Resource.create(environment.resource(environ)),
             interval=environment.milliseconds("OTEL_METRIC_EXPORT_INTERVAL", environ, _INTERVAL),
             timeout=environment.milliseconds("OTEL_METRIC_EXPORT_TIMEOUT", environ, _TIMEOUT),
         )

@@ -64,8 +64,7 @@ class Tracing:
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-        name = environ.get("OTEL_SERVICE_NAME") or _NAME
-        provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
+        provider = TracerProvider(resource=Resource.create(environment.resource(environ)), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(_exporter(exporter, environ)))
         return cls(provider)
 

@@ -31,10 +31,15 @@ class NodeJudge:
         self._decode = decode
         self._forms = forms
         self._cost = cost
-        self._failures = breaker.failures
-        self._window = breaker.window
         self._clock = clock
         self._failed: dict[str, deque[float]] = {}
+        self.apply(breaker)
+
+    def apply(self, breaker: Breaker) -> None:
+        """These are the bounds from now on. Failures that were seen count on."""
+        self._failures = breaker.failures
+        self._window = breaker.window
+        self._failed = {engine: deque(times, breaker.failures) for engine, times in self._failed.items()}
 
     def objection(self, record: Record, handle: Handle) -> Outcome | None:
         """See `Judge.objection`."""

@@ -22,6 +22,7 @@ _BODY_LIMIT = 4 << 20  # vLLM's is some 100 kB, more with many engines
 _TIMEOUT = 1.0  # seconds for one look
 _STALE = 3  # intervals
 _ADDRESSES = 1024  # that are remembered: those behind a name come and go
+_Way = tuple[str, str | None]  # a node, and through what it is asked
 _JITTER = 0.2  # of the interval, so that several routers do not ask all at once, forever
 
 
@@ -55,12 +56,14 @@ class PressureWatch:
         clock: Callable[[], float],
         interval: float = 2.0,
     ) -> None:
-        self._ways = {**dict.fromkeys(prefill, through), **dict.fromkeys(decode, None)}
+        self._through = through
+        self._ways: set[_Way] = set()
         self._clock = clock
         self._interval = interval
         self._seen: dict[str, tuple[float, Pressure]] = {}
         self._session: aiohttp.ClientSession | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[_Way, asyncio.Task[None]] = {}
+        self.watch(prefill, decode)
         self.told: Callable[[str, Pressure], None] = lambda _node, _pressure: None
 
     async def __aenter__(self) -> Self:
@@ -72,18 +75,30 @@ class PressureWatch:
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT),
             headers={"accept-encoding": "identity"},  # the node has better things to do than to compress
         )
-        self._tasks = [asyncio.create_task(self._watch(node, way)) for node, way in self._ways.items()]
+        self._begin()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End."""
-        for task in self._tasks:
+        for task in self._tasks.values():
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         if self._session:
             await self._session.close()
+
+    def watch(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
+        """These are the nodes from now on."""
+        self._ways = {*((node, self._through) for node in prefill), *((node, None) for node in decode)}
+        for way in self._tasks.keys() - self._ways:
+            self._tasks.pop(way).cancel()
+        if self._session:
+            self._begin()
+
+    def _begin(self) -> None:
+        for way in self._ways - self._tasks.keys():
+            self._tasks[way] = asyncio.create_task(self._watch(*way))
 
     def of(self, node: str | None) -> Pressure | None:
         """The state of a node, by its address in the pool or the one that Envoy tells. None if not known, or stale."""

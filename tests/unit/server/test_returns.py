@@ -402,7 +402,6 @@ async def test_the_model_decides() -> None:
 
 def look(r: Harness, *, waiting: int = 0, pinned: float = 0.5) -> None:
     """D tells how it is."""
-    assert r.world.pressure
     r.world.pressure.told(DECODE, Pressure(0.9, waiting, 8, pinned))
 
 
@@ -450,7 +449,6 @@ async def test_what_the_next_turn_has_taken_does_not_go_back() -> None:
 async def test_a_pressed_p_gets_it_only_from_a_d_that_is_starved(waiting: int, goes: int) -> None:
     node = Node()
     r = router(node, **{"return": "auto"})
-    assert r.world.pressure
     r.world.pressure._note(P1, Pressure(0.9, 9, 1))
     await play(r)
     look(r, waiting=waiting)

@@ -3,20 +3,15 @@
 import asyncio
 import contextlib
 import json
-import os
-import re
 import signal
 import socket
-import sys
 import time
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 import pytest
-import yaml
 from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -27,62 +22,13 @@ from kvreturn.core.outcome import Outcome
 from support.extproc import Envoy, Modes, Request, Response, body_message, headers_message, request_headers
 from support.harness import DECODE
 from support.nodes import FakePrefill, chat, decode_events, handle, hangs, replies
+from support.serve import Process, fetch, spawn, write
 from support.streams import GrpcStream, StreamError
 
 TURN = Request(pieces=[chat("Hi")])
 EVENTS = decode_events(params=handle())
 END = Response(EVENTS, node=DECODE)
 SSE = {":status": "200", "content-type": "text/event-stream"}
-
-
-class Process:
-    """A running router.
-
-    Attributes:
-        listen: its gRPC address.
-        stderr: what it wrote, once it has ended.
-    """
-
-    def __init__(self, process: asyncio.subprocess.Process, listen: str) -> None:
-        self.process = process
-        self.listen = listen
-        self.stderr = ""
-
-    def channel(self) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(self.listen)
-
-    async def end(self, number: signal.Signals) -> int:
-        self.process.send_signal(number)
-        return await self.ended()
-
-    async def ended(self) -> int:
-        _, err = await asyncio.wait_for(self.process.communicate(), 10)
-        self.stderr = err.decode()
-        return self.process.returncode or 0
-
-    @property
-    def resident(self) -> int:
-        """Bytes of memory that the process has."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        found = re.search(r"VmRSS:\s+(\d+) kB", status)
-        assert found
-        return int(found[1]) << 10
-
-
-async def spawn(config: Path, *options: str) -> asyncio.subprocess.Process:
-    environ = {k: v for k, v in os.environ.items() if k != "KVRETURN_SECRET"}
-    return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvreturn.cli.main", "serve", "--config", str(config), *options),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environ,
-    )
-
-
-def write(path: Path, text: str | dict[str, Any]) -> Path:
-    file = path / "kvreturn.yaml"
-    file.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
-    return file
 
 
 @contextlib.asynccontextmanager
@@ -209,7 +155,16 @@ BAD = [
         "kvreturn.yaml:2: lissten: unknown setting; did you mean `listen`?",
     ),
     ("a bad address", POOLS + "listen: '9090'\n", "kvreturn.yaml:2: listen: '9090' is no host:port"),
-    ("one port twice", POOLS + "listen: 127.0.0.1:9091\n", "must all differ"),
+    (
+        "one port twice",
+        POOLS + "listen: 127.0.0.1:9091\n",
+        "kvreturn.yaml:2: listen and admin: both are 127.0.0.1:9091; give each its own",
+    ),
+    (
+        "workers without a store",
+        POOLS + "workers: 2\n",
+        "kvreturn.yaml:2: workers: 2 processes need a session store that they share",
+    ),
     ("a wrong value", POOLS + "\nproof: maybe\n", "kvreturn.yaml:3: proof: Input should be"),
 ]
 
@@ -267,7 +222,7 @@ async def test_ten_thousand_cancelled_streams_leave_nothing(node: FakePrefill, t
         metrics = ""
         async with asyncio.timeout(10):  # the last cancellations are on their way
             while "kvreturn_live_streams 0.0" not in metrics:
-                metrics = await asyncio.to_thread(_fetch, f"http://127.0.0.1:{port}/metrics")
+                metrics = await asyncio.to_thread(fetch, f"http://127.0.0.1:{port}/metrics")
         await router.end(signal.SIGTERM)
     assert grown < 5 << 20
     assert "kvreturn_sessions 0.0" in metrics
@@ -280,12 +235,6 @@ def _unused_port() -> int:
         s.bind(("127.0.0.1", 0))
         port: int = s.getsockname()[1]
         return port
-
-
-def _fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=5) as response:
-        text: str = response.read().decode()
-        return text
 
 
 async def _cancel(channel: grpc.aio.Channel, count: int) -> None:

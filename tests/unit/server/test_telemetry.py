@@ -44,6 +44,8 @@ NAMES = {
     "kvreturn_event_loop_lag_seconds",
     "kvreturn_frees_total",
     "kvreturn_handle_age_seconds",
+    "kvreturn_config_last_success_timestamp_seconds",
+    "kvreturn_config_reloads_total",
     "kvreturn_handles_captured_total",
     "kvreturn_handles_missing_total",
     "kvreturn_info",

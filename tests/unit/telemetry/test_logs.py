@@ -40,6 +40,10 @@ def test_text_becomes_a_message() -> None:
     }
 
 
+def test_a_worker_is_named() -> None:
+    assert json.loads(JSONFormatter(1).format(record("x")))["worker"] == 1
+
+
 def test_fields_take_the_place_of_the_text_and_unknown_ones_are_left_out() -> None:
     line = formatted(record("text", fields={"outcome": "hit", "read": None, "captured": True, "prefill_ms": 1.5}))
     assert {k: line[k] for k in line.keys() - {"ts", "level", "logger"}} == {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvreturn.telemetry.environment import TelemetryError, metrics_export
+from kvreturn.telemetry.environment import TelemetryError, metrics_export, resource
 from kvreturn.telemetry.instruments import Instruments
 from kvreturn.telemetry.metrics import Metrics
 from support.harness import harness
@@ -74,6 +74,23 @@ async def test_all_of_a_routers_metrics_arrive_with_the_values_of_the_page(recei
     (age,) = points(got["kvreturn.handle.age"])
     assert age.count == 1
     assert receiver.resources[-1]["service.name"] == "kvreturn"
+    assert len(receiver.resources[-1]["service.instance.id"]) == 36
+
+
+@pytest.mark.parametrize(
+    ("environ", "name", "own"),
+    [
+        ({}, "kvreturn", True),
+        ({"OTEL_SERVICE_NAME": "a"}, "a", True),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=b,service.instance.id=c"}, None, False),
+        ({"OTEL_SERVICE_NAME": "a", "OTEL_RESOURCE_ATTRIBUTES": "service.name=b"}, "a", True),
+    ],
+)
+def test_who_we_are_is_ours_to_say_unless_somebody_else_does(
+    environ: dict[str, str], name: str | None, *, own: bool
+) -> None:
+    told = resource(environ)
+    assert (told.get("service.name"), "service.instance.id" in told) == (name, own)
 
 
 async def test_they_come_again_and_again(receiver: Collector) -> None:

@@ -1,0 +1,172 @@
+"""`kvreturn serve --workers`: real processes, real signals, a real redis-server."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+from support.extproc import Envoy, Modes, Request, body_message, headers_message
+from support.harness import DECODE
+from support.nodes import FakePrefill, chat, decode_events, handle
+from support.redis import Server, needs_redis, server
+from support.serve import spawn, write
+from support.streams import GrpcStream
+from support.workers import exists, working
+
+pytestmark = needs_redis
+EVENTS = decode_events(params=handle())
+SSE = {":status": "200", "content-type": "text/event-stream"}
+TENANT = {"x-tenant": "t"}
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with server(tmp_path_factory.mktemp("redis")) as running:
+        yield running
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[FakePrefill]:
+    async with FakePrefill() as node:
+        yield node
+
+
+async def test_any_worker_serves_any_turn_and_all_drain_as_one(
+    redis: Server, node: FakePrefill, tmp_path: Path
+) -> None:
+    async with working(tmp_path, redis, node, drain_timeout=20) as workers:
+        await workers.turn(0, "Hi", headers=TENANT)
+        await workers.turn(1, "Hi", "Good morning", "And?", headers=TENANT)
+        assert 'kvreturn_turns_total{api="chat",model="m",outcome="first_turn"} 1.0' in await workers.metrics(0)
+        assert 'kvreturn_turns_total{api="chat",model="m",outcome="hit"} 1.0' in await workers.metrics(1)
+        async with grpc.aio.insecure_channel(workers.listens[1]) as channel:
+            stream = GrpcStream(channel)
+            envoy = Envoy(stream, Modes())
+            await envoy.request(Request(pieces=[chat("Hello")], headers={"content-type": "application/json", **TENANT}))
+            await stream.send(headers_message("response", SSE, node=DECODE))
+            await stream.receive()
+            workers.process.send_signal(signal.SIGTERM)
+            await workers.see("worker 0 kvreturn stopped")
+            for event in EVENTS:
+                await stream.send(body_message("response", event))
+                answer = await stream.receive()
+                assert answer
+                assert answer.HasField("response_body")
+            await stream.half_close()
+            assert await stream.receive() is None
+        assert await workers.ended() == 0
+    assert workers.lines[-1].endswith("all workers have stopped")
+    assert any("worker 1 kvreturn.turn outcome=hit" in line for line in workers.lines)
+    assert "Traceback" not in "\n".join(workers.lines)
+
+
+async def test_a_killed_worker_comes_back_and_costs_no_stream_of_others(
+    redis: Server, node: FakePrefill, tmp_path: Path
+) -> None:
+    async with working(tmp_path, redis, node) as workers:
+        await workers.turn(1, "Hi", headers=TENANT)
+        async with grpc.aio.insecure_channel(workers.listens[0]) as channel:
+            stream = GrpcStream(channel)
+            await Envoy(stream, Modes()).request(
+                Request(pieces=[chat("Hello")], headers={**TENANT, "content-type": "application/json"})
+            )
+            os.kill(pid := workers.pid(1), signal.SIGKILL)
+            await workers.see(rf"worker 1 \(pid {pid}\) was killed by SIGKILL; it is started again in 0.2 s")
+            await workers.up(1)
+            await stream.send(headers_message("response", SSE, node=DECODE))
+            assert await stream.receive()
+            stream.cancel()
+        await workers.turn(1, "Hi", "Good morning", "And?", headers=TENANT)
+        await workers.see("worker 1 kvreturn.turn outcome=hit")  # the store remembers
+        workers.process.send_signal(signal.SIGINT)
+        assert await workers.ended() == 0
+
+
+async def test_no_worker_outlives_its_supervisor(redis: Server, node: FakePrefill, tmp_path: Path) -> None:
+    async with working(tmp_path, redis, node) as workers:
+        workers.process.kill()
+        async with asyncio.timeout(5):
+            while any(exists(workers.pid(i)) for i in range(2)):  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.02)
+    assert sum(line.endswith("kvreturn stopped") for line in workers.lines) == 2
+
+
+async def test_sighup_reloads_in_every_worker(redis: Server, node: FakePrefill, tmp_path: Path) -> None:
+    async with working(tmp_path, redis, node) as workers:
+        path = tmp_path / "kvreturn.yaml"
+        path.write_text(path.read_text() + "proof: 'off'\n")
+        workers.process.send_signal(signal.SIGHUP)
+        await workers.see("settings reloaded; changed: proof", 2)
+        for i in range(2):
+            await workers.turn(i, "Hi", headers=TENANT)
+            assert 'kvreturn_config_reloads_total{result="applied"} 1.0' in await workers.metrics(i)
+            assert 'outcome="disabled"} 1.0' in await workers.metrics(i)
+        path.write_text(path.read_text() + "nonsense: 1\n")
+        workers.process.send_signal(signal.SIGHUP)
+        line = len(path.read_text().splitlines())
+        await workers.see(rf"the settings stay as they were: {path}:{line}: nonsense: unknown setting", 2)
+        workers.process.send_signal(signal.SIGTERM)
+        assert await workers.ended() == 0
+
+
+async def test_fr130_each_worker_has_one_event_loop_and_many_streams_do_not_disturb_it(
+    redis: Server, node: FakePrefill, tmp_path: Path
+) -> None:
+    """Loops that share grpc's poller write BlockingIOError (grpc#42357)."""
+    async with working(tmp_path, redis, node) as workers:
+        await asyncio.gather(*(workers.turn(i % 2, f"Hi {i}", headers=TENANT) for i in range(200)))
+        workers.process.send_signal(signal.SIGTERM)
+        assert await workers.ended() == 0
+    text = "\n".join(workers.lines)
+    assert text.count("outcome=first_turn") == 200
+    assert "BlockingIOError" not in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize("taken", ["listen of worker 1", "admin of worker 1"])
+async def test_an_address_in_use_is_one_line_before_any_worker_starts(
+    taken: str, redis: Server, tmp_path: Path
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        config = {
+            "listen": f"127.0.0.1:{port - 2}" if "listen" in taken else f"unix:{tmp_path}/router",
+            "admin": f"127.0.0.1:{port - 2}" if "admin" in taken else None,
+            "pools": {"prefill": ["10.0.0.1:8100"], "decode": [DECODE]},
+            "secret": "s",
+            "tenant_header": "x-tenant",
+            "store": {"url": redis.url},
+            "workers": 2,
+        }
+        process = await spawn(write(tmp_path, config))
+        _, err = await asyncio.wait_for(process.communicate(), 10)
+    expected = (
+        f"Error: cannot listen on 127.0.0.1:{port} ({taken}): Address already in use; free it, or choose another one"
+    )
+    assert (process.returncode, err.decode().strip()) == (1, expected)
+
+
+async def test_what_no_worker_can_start_with_ends_all(redis: Server, node: FakePrefill, tmp_path: Path) -> None:
+    """An exporter that does not exist is found out in the worker."""
+    config = {
+        "listen": f"unix:{tmp_path}/router",
+        "admin": None,
+        "pools": {"prefill": [node.address], "decode": [DECODE]},
+        "secret": "s",
+        "store": {"url": redis.url},
+    }
+    begun = time.monotonic()
+    process = await spawn(write(tmp_path, config), "--workers", "2", OTEL_TRACES_EXPORTER="fax")
+    _, err = await asyncio.wait_for(process.communicate(), 10)
+    assert process.returncode == 1
+    assert time.monotonic() - begun < 8
+    assert "could not start; its last lines say why" in err.decode()
+    assert "OTEL_TRACES_EXPORTER" in err.decode()
