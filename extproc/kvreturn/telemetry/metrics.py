@@ -139,6 +139,8 @@ class Metrics(Instruments):
         self.reloads = self.counter(
             "config.reloads", "Looks at changed settings, by what came of them.", "result", unit="{reload}"
         )
+        for result in ("applied", "in_part", "refused", "unchanged"):
+            self.reloads.labels(result)  # Prometheus sees no increase in a series that begins with 1
         self.configured = self.gauge(
             "config.last_success_timestamp_seconds", "When the settings in use were read, in seconds since 1970."
         )
