@@ -27,7 +27,7 @@ def mistakes(expr: str, metrics: Metrics, foreign: frozenset[str] = frozenset())
         metrics: ours.
         foreign: names of others' metrics that it may ask for.
     """
-    known = {}
+    known: dict[str, set[str]] = {}
     for made in metrics.all.values():
         suffixes = ("_bucket", "_sum", "_count") if made.kind == "histogram" else ("",)
         known |= {made.prometheus + suffix: set(made.labels) for suffix in suffixes}
