@@ -63,6 +63,7 @@ class Lifecycle:
         self._world = world
         self.clearing: Clearing | None = None
         self._task: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
 
     async def end_session(self, scope: Scope, session: str, credentials: Mapping[str, str]) -> Ended:
         """End a conversation by the id that the client gave it.
@@ -142,12 +143,16 @@ class Lifecycle:
         if self._world.settings.store.on_last_exit == "keep":
             yield
             return
-        task = asyncio.create_task(self._beat())
+        self._beating = asyncio.create_task(self._beat())
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.wait([task])
+            await self._hush()
+
+    async def _hush(self) -> None:
+        if self._beating:
+            self._beating.cancel()
+            await asyncio.wait([self._beating])
 
     async def _beat(self) -> None:
         while True:
@@ -168,6 +173,7 @@ class Lifecycle:
             async with asyncio.timeout(seconds):
                 if self._task and not self._task.done():
                     await self._task
+                await self._hush()  # who has left tells no more of itself
                 if not shared or (world.settings.store.on_last_exit == "free" and await world.store.leave()):
                     self.end_all({})
                     assert self._task

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _STOCK = 5.0
 log = logging.getLogger("kvreturn.return")
 _PROBE_SECONDS = 10.0
+_LAST = 1.0  # seconds in which D may be told of returns that were under way to the last
 _LOOK = 0.02  # seconds between looks at a busy prefill node
 _NOT_SENT = ("busy", "unknown_node")
 _FINAL = {"small", "slow_link"}  # why a turn stays on D even if that has no room
@@ -53,6 +54,7 @@ class Returns:
         self._waiting = 0
         self._tenants: Counter[bytes] = Counter()
         self._paced: dict[str, float] = {}  # when the next return to a node may begin
+        self._sent: dict[bytes, Return] = {}  # what is in no store any more, and P has not read yet
         self._running: dict[bytes, asyncio.Future[str | None]] = {}
         self._closed = False
         self._left = LeftTurns()
@@ -239,6 +241,7 @@ class Returns:
         back = replace(record, handle=None, ttl=settings.ttl, returned=job.handle.tokens)
         if not await world.replace(ticket, replace(back, pending=True)):
             return "taken"
+        self._sent[ticket] = task
         done = self._running[ticket] = asyncio.get_running_loop().create_future()
         result = "cancelled"
         try:
@@ -250,6 +253,7 @@ class Returns:
                 {**task.credentials, **headers_of(span)},
             )
             result, read = read_return(form, reply, job.prefill_node, job.handle.tokens)
+            del self._sent[ticket]
             seconds = world.clock() - begun
             world.metrics.return_seconds.observe(seconds)
             log.info("result=%s held=%d read=%d ms=%.1f", result, job.handle.tokens, read, seconds * 1e3)
@@ -312,13 +316,16 @@ class Returns:
         await self._world.freeing.free(record, credentials)
 
     async def drain(self, seconds: float) -> None:
-        """Let returns that are under way end, and drop the others."""
+        """Let returns that are under way end, drop the others, and have D free what was on its way."""
         self._closed = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        lost = [self._free(task.record, task.credentials) for task in self._sent.values()]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*lost), _LAST)
 
     def _spawn(self, work: "asyncio._CoroutineLike[None]") -> None:
         task = asyncio.create_task(work)

@@ -10,7 +10,7 @@ What stands where (`kvr1` is the version of this layout):
 A record is reached by several session keys, so its own key is the one truth: who deletes it has taken it, once,
 whichever key led there; who replaces it finds it there or not. The pointers stay behind as the traces that tell why
 there is nothing to take. Session keys are keyed digests, so a reader of Redis sees which keys belong to one turn, but
-not which turns to one conversation.
+not which turns to one conversation, but for those of a client that names its sessions.
 
 Times are the routers' own, in microseconds: a put that a stalled server executes late is as old as it is, and neither
 stands before a newer one nor lives longer. Clocks, the server's too, must agree within a second or so (NTP).
