@@ -52,6 +52,10 @@ class Scope:
         """Where it is stored which nodes a session of this model used last."""
         return b"s" + _digest(self.key, self.tenant + b"\0session\0" + canonical([model, session]))
 
+    def conversation_key(self, session: str) -> bytes:
+        """What records are kept together by that a session of any model left: its owner may end it."""
+        return b"c" + _digest(self.key, self.tenant + b"\0conversation\0" + session.encode(errors="surrogatepass"))
+
     def salt(self, own: str) -> str:
         """A `cache_salt` that only this tenant's requests have.
 
