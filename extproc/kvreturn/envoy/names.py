@@ -24,6 +24,9 @@ UPSTREAM_HEADER = "x-kvreturn-upstream"
 HEADER_PREFIX = "x-kvreturn-"
 """Prefix of our own headers; no client may send one."""
 
+ROLE_HEADER = "x-kvreturn-role"
+"""gRPC metadata by which an ext_proc filter or a route says which role the router has there; gateway if it does not."""
+
 UPSTREAM_ADDRESS = "upstream.address"
 """Attribute that comes with the response headers: `ip:port` of the node that Envoy chose."""
 
