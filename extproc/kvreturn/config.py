@@ -84,9 +84,11 @@ class Settings(Section):
     @model_validator(mode="after")
     def _distinct_ports(self) -> Self:
         listens = [self.listen, self.envoy.listen, self.envoy.prefill_listen, self.envoy.admin, self.admin]
+        if self.envoy.orchestrated:
+            listens += [self.envoy.orchestrated.prefill_listen, self.envoy.orchestrated.decode_listen]
         taken = [a for a in listens if a]
         if len(set(taken)) < len(taken):
-            raise ValueError("listen, admin, envoy.listen, envoy.prefill_listen and envoy.admin must all differ")
+            raise ValueError("listen, admin and the addresses below envoy must all differ")
         return self
 
     @model_validator(mode="after")

@@ -182,7 +182,7 @@ def test_a_time_is_a_positive_number_of_seconds(tmp_path: Path, name: str, value
 )
 def test_no_two_servers_share_an_address(tmp_path: Path, text: str) -> None:
     (line,) = errors(tmp_path, POOLS + text)
-    assert line.endswith("listen, admin, envoy.listen, envoy.prefill_listen and envoy.admin must all differ")
+    assert line.endswith("listen, admin and the addresses below envoy must all differ")
 
 
 def test_two_switched_off_servers_are_not_two_of_one_address(tmp_path: Path) -> None:

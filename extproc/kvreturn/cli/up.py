@@ -135,6 +135,9 @@ def _listens(settings: Settings) -> dict[str, str]:
     envoy = settings.envoy
     listens = {"envoy.listen": envoy.listen, "envoy.prefill_listen": envoy.prefill_listen, "envoy.admin": envoy.admin}
     listens["listen"] = settings.listen
+    if envoy.orchestrated:
+        listens["envoy.orchestrated.prefill_listen"] = envoy.orchestrated.prefill_listen
+        listens["envoy.orchestrated.decode_listen"] = envoy.orchestrated.decode_listen
     return {**listens, "admin": settings.admin} if settings.admin else listens
 
 
