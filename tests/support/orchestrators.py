@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,7 @@ async def _listens(address: str) -> bool:
 async def orchestrated(
     name: str,
     shipped: str = "kvreturn",
-    **changes: object,
+    **changes: Any,  # noqa: ANN401 - as YAML has them
 ) -> AsyncIterator[tuple[Orchestrator, Product]]:
     """A proxy before the product, whose router has the roles `prefill` and `decode`. No handle reaches its clients.
 

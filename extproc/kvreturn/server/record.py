@@ -201,7 +201,8 @@ class TurnRecord:
         elif self._status is None and not facts.fallback:
             metrics.stranded.inc()
         error = self._error()
-        metrics.turn(facts.outcome, turn.api.name, self._model, served=self._status == _OK)
+        model = turn.prompt.model if turn.prompt else ""
+        metrics.turn(facts.outcome, turn.api.name, model, served=self._status == _OK)
         self.trace.follows(turn.taken.record.trace if turn.taken.record else None)
         self.trace.end(self._model, _attributes(turn), error)
         hint = _HINTS.get((facts.outcome, facts.detail or ""))
