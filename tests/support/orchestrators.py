@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -20,20 +21,24 @@ from support.tap import Tap
 TOY, MULTITURN = "toy_proxy_server.py", "disagg_proxy_multiturn.py"
 _ROOT = Path(__file__).parents[2]
 _SCRIPTS = _ROOT / ".vllm-scripts/vllm-0.32.0"
-_FETCH = 60.0  # seconds in which the scripts may be fetched
+_SECONDS = 60.0  # in which a script may be fetched
 _READY = 30.0
 
 
 def script(name: str) -> Path:
     """One of vLLM's scripts. The test is skipped where it cannot be had."""
+    _fetch(name)
     path = _SCRIPTS / name
-    if not path.exists():
-        fetch = [sys.executable, str(_ROOT / "scripts/fetch_vllm_scripts.py"), name]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            subprocess.run(fetch, check=False, timeout=_FETCH)
     if not path.exists():
         pytest.skip(f"vLLM's {name} is not there: scripts/fetch_vllm_scripts.py could not fetch it")
     return path
+
+
+@functools.cache
+def _fetch(name: str) -> None:
+    fetch = [sys.executable, str(_ROOT / "scripts/fetch_vllm_scripts.py"), name]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(fetch, check=False, timeout=_SECONDS)
 
 
 @dataclass
@@ -84,6 +89,19 @@ async def _listens(address: str) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Addresses:
+    """Where Envoy takes the legs."""
+
+    prefill: str = field(default_factory=unused_address)
+    decode: str = field(default_factory=unused_address)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The section `envoy`."""
+        return {"orchestrated": {"prefill_listen": self.prefill, "decode_listen": self.decode}}
+
+
 @contextlib.asynccontextmanager
 async def orchestrated(
     name: str,
@@ -97,9 +115,11 @@ async def orchestrated(
         shipped: see `configuration`.
         changes: see `product`.
     """
-    prefill, decode = unused_address(), unused_address()
+    at = Addresses()
     script(name)
-    listens = {"orchestrated": {"prefill_listen": prefill, "decode_listen": decode}}
-    async with product(shipped, envoy=listens, **changes) as there, orchestrator(name, prefill, decode) as proxy:
+    async with (
+        product(shipped, envoy=at.settings, **changes) as there,
+        orchestrator(name, at.prefill, at.decode) as proxy,
+    ):
         yield proxy, there
         assert not proxy.tap.leaks(*(n.engine.identity().engine_id for n in (*there.p, *there.d)))

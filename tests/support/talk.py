@@ -15,6 +15,7 @@ class Talk:
     Attributes:
         name: stands in every request of it, and in none of another one.
         answers: so far.
+        more: members of its chat requests that the client does not know.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Talk:
     answers: list[str] = field(default_factory=list)
     messages: list[Any] = field(default_factory=list)
     prompt: str = ""
+    more: dict[str, Any] = field(default_factory=dict)
 
     async def turn(self, sdk: openai.AsyncOpenAI) -> str:
         """Say something new, after all that was said before."""
@@ -35,6 +37,7 @@ class Talk:
     async def _chat(self, sdk: openai.AsyncOpenAI, text: str) -> str:
         self.messages.append({"role": "user", "content": text})
         request: Any = {"model": "sim", "messages": self.messages, "max_tokens": 40, "temperature": 0}
+        request["extra_body"] = self.more
         if self.stream:
             pieces = []
             async for chunk in await sdk.chat.completions.create(**request, stream=True):
