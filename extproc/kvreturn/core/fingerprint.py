@@ -70,6 +70,16 @@ class Scope:
         text = response_id.encode(errors="surrogatepass")
         return b"r" + _digest(self.key, self.tenant + b"\0response\0" + text)
 
+    def leg_key(self, engine: str, request: str, prompt: bytes) -> bytes:
+        """Where it is stored what the P leg of a turn knew, for its D leg.
+
+        Args:
+            engine: id of P's engine.
+            request: id of P's request, which names its blocks.
+            prompt: digest of all that shapes the prompt: from a leg with another prompt nothing is found.
+        """
+        return b"l" + _digest(self.key, self.tenant + b"\0leg\0" + canonical([engine, request]) + b"\0" + prompt)
+
     def anybodys_key(self, response_id: str) -> bytes:
         """Where it is stored that some tenant has a response of this id."""
         return b"a" + _digest(self.key, response_id.encode(errors="surrogatepass"))

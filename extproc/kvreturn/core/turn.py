@@ -44,7 +44,7 @@ from kvreturn.core.scrub import scrub_body, stamped
 
 # How much busier than the idlest node one may be that is chosen only because the session was there last: its cache
 # spares part of a prompt at best. In tokens on P, in requests on D.
-_SLACK_TOKENS, _SLACK_REQUESTS = 16_384, 4
+SLACK_TOKENS, _SLACK_REQUESTS = 16_384, 4
 _TOKENIZE_SECONDS = 2.0  # /tokenize took 27 ms for 8,800 tokens; a node that takes longer is no help
 _BAD = 400, "BadRequestError", "refused"
 _TOO_LONG = 413, "RequestEntityTooLarge", "history"
@@ -109,26 +109,26 @@ class Turn:
             return Refuse(status, self.api.error(f"kvreturn: {e}", kind, status), why=why)
 
     def _decide(self, body: bytes) -> Generator[Effect, Result, Forward | Refuse]:
-        self.body = scrub_body(ObjectText(body))
-        model = read_model(self.body)
-        self.policy = self._policy_for(model)
-        self._identify(model)
-        self.prompt = self.api.read(self.body, strict=self.policy.strict, longest=self.policy.history)
-        self.trail = self._scope.trail(self.prompt.root, self.prompt.items)
-        self.ids = plan_ids(self.prompt, self.policy, self.body)
-        if self.prompt.alone:
-            self.facts.outcome, self.facts.detail = Outcome.DECODE_ALONE, self.prompt.alone
+        prompt = self._read(scrub_body(ObjectText(body)))
+        self.ids = plan_ids(prompt, self.policy, self.body)
+        if prompt.alone:
+            self.facts.outcome, self.facts.detail = Outcome.DECODE_ALONE, prompt.alone
             return self._alone()
         attached = yield from self._find()
         return (yield from self._prefill(attached))
 
-    def _identify(self, model: str) -> None:
-        """Whose request this is, as far as nodes and the store need to know."""
-        session = self._find_session(self.body)
+    def _read(self, body: ObjectText) -> Prompt:
+        """Whose request this is, as far as nodes and the store need to know, and what shapes its prompt."""
+        model = read_model(body)
+        self.policy = self._policy_for(model)
+        session = self._find_session(body)
         if session and self.policy.remembers:
             self.facts.session, self.session_key = session.source, self._scope.session_key(model, session.id)
             self.conversation_key = self._scope.conversation_key(session.id)
-        self.body = stamped(self.body, self.api, self._scope if self.policy.salts else None)
+        self.body = stamped(body, self.api, self._scope if self.policy.salts else None)
+        prompt = self.prompt = self.api.read(self.body, strict=self.policy.strict, longest=self.policy.history)
+        self.trail = self._scope.trail(prompt.root, prompt.items)
+        return prompt
 
     def _find(self) -> Generator[Effect, Result, Attached | None]:
         """Take the predecessor's handle, and see whether and how it may be attached."""
@@ -260,7 +260,7 @@ class Turn:
             prefer=self.prefill_node if self.prefill_node != avoid else None,
             avoid=avoid,
             last=last,
-            slack=_SLACK_TOKENS if self._hinted else None,
+            slack=SLACK_TOKENS if self._hinted else None,
         )
         return read_prefill(expect(Reply, (yield ask)), self.api)
 

@@ -1,6 +1,7 @@
 """The HTTP filters of the bootstrap."""
 
 from datetime import timedelta
+from typing import Literal
 
 import betterproto2
 
@@ -36,20 +37,25 @@ function envoy_on_request(handle)
 end
 """
 
+Role = Literal["gateway", "prefill", "decode"]
+
 
 def message_timeout(settings: Settings) -> float:
     """Seconds that the router may take for one message: it answers a request only after the prefill leg."""
     return settings.prefill.timeout + 5
 
 
-def ext_proc(settings: Settings) -> hcm_pb.HttpFilter:
-    """The filter that calls the router."""
+def ext_proc(settings: Settings, role: Role) -> hcm_pb.HttpFilter:
+    """The filter that calls the router in a role."""
     send, skip = ext_proc_pb.ProcessingModeHeaderSendMode.SEND, ext_proc_pb.ProcessingModeHeaderSendMode.SKIP
     request = ext_proc_pb.ProcessingModeBodySendMode[settings.envoy.request_body_mode]
     response = ext_proc_pb.ProcessingModeBodySendMode[settings.envoy.response_body_mode]
     full_duplex = ext_proc_pb.ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
     config = ext_proc_pb.ExternalProcessor(
-        grpc_service=core_pb.GrpcService(envoy_grpc=core_pb.GrpcServiceEnvoyGrpc(cluster_name=names.ROUTER_CLUSTER)),
+        grpc_service=core_pb.GrpcService(
+            envoy_grpc=core_pb.GrpcServiceEnvoyGrpc(cluster_name=names.ROUTER_CLUSTER),
+            initial_metadata=[] if role == names.GATEWAY else [core_pb.HeaderValue(key=names.ROLE_HEADER, value=role)],
+        ),
         # Never let a body pass unread: it could carry a client's own kv_transfer_params (field report 31).
         failure_mode_allow=False,
         processing_mode=ext_proc_pb.ProcessingMode(

@@ -47,7 +47,7 @@ log = logging.getLogger("kvreturn")
 _OK, _ERRORS = 200, 400
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 # What the P leg takes along from the client's request: credentials for vLLM's --api-key, and the trace.
-_PREFILL_HEADERS = (*CREDENTIALS, "traceparent", "tracestate")
+PREFILL_HEADERS = (*CREDENTIALS, "traceparent", "tracestate")
 
 
 class Exchange:
@@ -213,7 +213,7 @@ class Exchange:
             return []
         self._forwarded = True
         if self._turn and self._record:
-            headers = {h: self._headers[h] for h in _PREFILL_HEADERS if h in self._headers}
+            headers = {h: self._headers[h] for h in PREFILL_HEADERS if h in self._headers}
             decision = await drive(self._turn, request.take(), self._world, self._record, headers)
         else:
             decision = await scrub(request.take(), self._headers)
@@ -298,8 +298,8 @@ class Exchange:
     def _capture(self, content_type: str, status: int) -> Capture:
         answer = self._turn.answer if self._turn else self._api.answer()
         if status >= _ERRORS:
-            refusal = partial(strip_refusal, api=self._api, status=status)
-            return BodyCapture(answer, self._limits.response_bytes, refusal=refusal)
+            rewrite = partial(strip_refusal, api=self._api, status=status)
+            return BodyCapture(answer, self._limits.response_bytes, rewrite=rewrite)
         return open_capture(
             content_type,
             answer,

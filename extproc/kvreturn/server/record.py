@@ -47,6 +47,8 @@ _HINTS = {
     "--enable-prefix-caching), and large enough?",
     (Outcome.READ_FAILED, "timeout"): "a prefill node did not answer a request that carried a handle: is "
     "bidirectional_kv_xfer on there? Handles of that decode engine are not used for a while",
+    (Outcome.DISABLED, "no_transfer_params"): "requests on a route of role prefill ask for no transfer "
+    "(do_remote_decode): does the orchestrator send its decode leg there, or not use a KV connector?",
     (Outcome.PREFILL_FAILED, "no_kv_transfer_params"): "prefill nodes answer without kv_transfer_params: do they run "
     "with a KV connector?",
 }
@@ -198,17 +200,11 @@ class TurnRecord:
                 facts.outcome = Outcome.REJECTED  # by us, by P, or by D before it had the whole request
         elif self._status is None and not facts.fallback:
             metrics.stranded.inc()
-        error = turn.answer.error or (str(self._status) if (self._status or 0) >= _ERRORS else None)
-        # Clients may close as soon as they have the end, which is no loss to anybody.
-        if self._status is not None and not error and not self._ended and not turn.answer.finish_reasons:
-            metrics.incomplete.inc()
-            error = "incomplete"
-        if error:
-            metrics.errors.labels(error if error.isdigit() or error == "incomplete" else "in_band").inc()
-        model, served = turn.prompt.model if turn.prompt else "", self._status == _OK
-        metrics.turn(facts.outcome, turn.api.name, model, served=served)
+        error = self._error()
+        model = turn.prompt.model if turn.prompt else ""
+        metrics.turn(facts.outcome, turn.api.name, model, served=self._status == _OK)
         self.trace.follows(turn.taken.record.trace if turn.taken.record else None)
-        self.trace.end(model if served else "", _attributes(turn), error)
+        self.trace.end(self._model, _attributes(turn), error)
         hint = _HINTS.get((facts.outcome, facts.detail or ""))
         if hint:
             self._world.warn_once(hint)
@@ -218,7 +214,7 @@ class TurnRecord:
             facts.outcome.value,
             f"({facts.detail})" if facts.detail and facts.detail != facts.outcome else "",
             turn.api.name,
-            _printable(model if served else ""),  # a name that no node knows is just what a client wrote
+            printable(self._model),
             _told(self._status),
             _told(facts.prefill.prompt),
             _told(facts.read),
@@ -231,8 +227,25 @@ class TurnRecord:
             facts.captured,
             facts.going or "-",
             facts.session or "-",
-            f" error={_printable(error)}" if error else "",
+            f" error={printable(error)}" if error else "",
         )
+
+    @property
+    def _model(self) -> str:
+        """The model's name. One that no node knows is just what a client wrote."""
+        return self._turn.prompt.model if self._turn.prompt and self._status == _OK else ""
+
+    def _error(self) -> str | None:
+        """What the client got in place of an answer, counted."""
+        answer, metrics = self._turn.answer, self._world.metrics
+        error = answer.error or (str(self._status) if (self._status or 0) >= _ERRORS else None)
+        # Clients may close as soon as they have the end, which is no loss to anybody.
+        if self._status is not None and not error and not self._ended and not answer.finish_reasons:
+            metrics.incomplete.inc()
+            error = "incomplete"
+        if error:
+            metrics.errors.labels(error if error.isdigit() or error == "incomplete" else "in_band").inc()
+        return error
 
 
 def _attributes(turn: Turn) -> dict[str, str | int | float | bool | Sequence[str]]:
@@ -265,5 +278,6 @@ def _told(value: int | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Text from outside as it may stand in a log line."""
     return "".join(c if c.isprintable() and c != " " else "?" for c in text[:80]) or "-"
