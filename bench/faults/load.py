@@ -14,7 +14,9 @@ from faults.deployment import MODEL, Deployment
 from kvreturn.demo.leg import Leg, Said
 from kvreturn.demo.script import Message, Script
 
-_OPENING = "You work in repository {number} of {run}. " + "Read before you judge, and name the files that you read. " * 12
+_OPENING = (
+    "You work in repository {number} of {run}. " + "Read before you judge, and name the files that you read. " * 12
+)
 _RESULT = "src/module_{number}.py:{line}: the result is checked against the limit before it is stored\n"
 _LINES = 8
 _RETRY = 0.2  # seconds until a turn that failed is sent again
@@ -53,8 +55,12 @@ class Load:
         turns: of each conversation.
         think: seconds between an answer and the next request, on average.
         tokens: longest answer.
-        sent: all requests that have ended.
-        open: those that are under way, by conversation: when they began.
+        sent: all requests that have ended, unless they are not to be kept.
+        keep: whether they are.
+        open: requests that are under way, by conversation: when they began.
+        count: requests that have ended.
+        failed: of these, those without an answer.
+        wrong: of these, those whose answer is not the oracle's.
     """
 
     deployment: Deployment
@@ -66,6 +72,8 @@ class Load:
     open: dict[int, float] = field(default_factory=dict)
     keep: bool = True
     count: int = 0
+    failed: int = 0
+    wrong: int = 0
     _run: str = field(default_factory=lambda: f"{random.SystemRandom().randrange(1 << 32):08x}")
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
@@ -121,10 +129,16 @@ class Load:
             await asyncio.sleep(_RETRY)
 
     def _add(self, sent: Sent) -> None:
-        self.sent.append(sent)
+        self.count += 1
+        self.failed += bool(sent.error)
+        self.wrong += sent.wrong
+        if self.keep:
+            self.sent.append(sent)
 
     def _script(self, number: int) -> Script:
-        results = ["".join(_RESULT.format(number=number, line=9 * n + i) for i in range(_LINES)) for n in range(self.turns)]
+        results = [
+            "".join(_RESULT.format(number=number, line=9 * n + i) for i in range(_LINES)) for n in range(self.turns)
+        ]
         return Script(
             opening=[{"role": "user", "content": _OPENING.format(number=number, run=self._run)}],
             turns=[[text] for text in results[1:]],

@@ -195,11 +195,9 @@ class Stores:
             TimeoutError: that takes more than half a minute.
         """
         async with asyncio.timeout(30):
-            while (
-                "state=online" not in await ask(self.ports[await self.primary()], "INFO", "replication")
-                or str(self.ports[1 - await self.primary()])
-                not in await ask(self.sentinel_port, "SENTINEL", "REPLICAS", SERVICE)
-            ):
+            while "state=online" not in await ask(self.ports[await self.primary()], "INFO", "replication") or str(
+                self.ports[1 - await self.primary()]
+            ) not in await ask(self.sentinel_port, "SENTINEL", "REPLICAS", SERVICE):
                 await asyncio.sleep(0.1)
 
     async def primary(self) -> int:

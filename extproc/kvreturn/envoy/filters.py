@@ -85,7 +85,8 @@ def _another_router() -> core_pb.RetryPolicy:
     nothing of it.
     """
     elsewhere = core_pb.RetryPolicyRetryHostPredicate(
-        name="envoy.retry_host_predicates.previous_hosts", typed_config=Any.pack(previous_hosts_pb.PreviousHostsPredicate())
+        name="envoy.retry_host_predicates.previous_hosts",
+        typed_config=Any.pack(previous_hosts_pb.PreviousHostsPredicate()),
     )
     return core_pb.RetryPolicy(
         retry_on=",".join(names.UNTAKEN),
