@@ -13,7 +13,7 @@ INTERVAL = 0.25
 """Seconds between two looks. A router that is killed takes with it what it counted after the last one."""
 _TURNS = "kvreturn_turns_total"
 _REUSED = ("hit", "partial_hit", "local_hit")
-_OPENING = "first_turn"
+_NOTHING_TO_GAIN = ("first_turn", "slower")
 
 
 async def samples(session: aiohttp.ClientSession, admin: str) -> dict[str, float]:
@@ -75,6 +75,6 @@ class Outcomes:
 
 
 def reuse(outcomes: Counter[str]) -> float | None:
-    """Share of the later turns whose prefix came back, in percent; None without any."""
-    later = sum(outcomes.values()) - outcomes[_OPENING]
+    """Share of the turns that had something to gain whose prefix came back, in percent; None without any."""
+    later = sum(outcomes.values()) - sum(outcomes[word] for word in _NOTHING_TO_GAIN)
     return 100 * sum(outcomes[word] for word in _REUSED) / later if later else None

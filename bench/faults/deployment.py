@@ -25,8 +25,10 @@ DRAIN = 10.0
 """Seconds that a router may take to drain."""
 DECODE_RATE = 30.0
 """Tokens per second of a stream."""
-PREFILL_RATE = 100_000.0
-"""Prompt tokens per second. High, so that a turn is hardly slower for being cold: what is added then is the store's."""
+PREFILL_RATE = 8_000.0
+"""Prompt tokens per second; low enough that reading back is worth it for every turn."""
+DEADLINE = 0.1
+"""The routers' `store.deadline` in seconds: longer than the default, so that a busy machine changes no outcome."""
 
 
 @dataclass
@@ -58,9 +60,9 @@ class Deployment:
         """Base URL of the API behind Envoy."""
         return f"http://{self.settings.envoy.listen}/v1"
 
-    async def on_router(self, session: aiohttp.ClientSession, number: int) -> int:
-        """Streams that Envoy has open to a router."""
-        key = f"{names.ROUTER_CLUSTER}::{self.settings.envoy.routers[number]}::rq_active::"
+    async def active(self, session: aiohttp.ClientSession, cluster: str, address: str) -> int:
+        """Requests, or streams, that Envoy has open to an address of a cluster."""
+        key = f"{cluster}::{address}::rq_active::"
         lines = (await _text(session, f"http://{self.settings.envoy.admin}/clusters")).splitlines()
         return sum(int(line.removeprefix(key)) for line in lines if line.startswith(key))
 
@@ -71,8 +73,9 @@ class Deployment:
             TimeoutError: it does not within half a minute.
         """
         line = f"{cluster}::{address}::health_flags::healthy"
+        url = f"http://{self.settings.envoy.admin}/clusters"
         async with asyncio.timeout(30):
-            while line not in (await _text(session, f"http://{self.settings.envoy.admin}/clusters")).splitlines():  # noqa: ASYNC110 - nothing tells
+            while line not in (await _text(session, url)).splitlines():  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0.05)
 
 
@@ -131,7 +134,7 @@ async def deployed(
             **settings,
         }
         if stores:
-            plain["store"] = {"url": stores.url}
+            plain["store"] = {"url": stores.url, "deadline": DEADLINE}
         each = [{**plain, "listen": listen, "admin": admin} for listen, admin in zip(listens, admins, strict=True)]
         running = [router(number, own, folder, sink) for number, own in enumerate(each)]
         if stores:
@@ -144,17 +147,11 @@ async def deployed(
         bootstrap = to_dict(build(checked))
         change(bootstrap)
         envoy = await stack.enter_async_context(EnvoyProcess(bootstrap, sink=sink, concurrency=CONCURRENCY))
+        made = Deployment(checked, prefills, decodes, running, admins, envoy, stores, f"http://{single}/v1")
         async with aiohttp.ClientSession() as session:
             for listen in listens:
-                await _usable(checked, session, listen)
-        yield Deployment(checked, prefills, decodes, running, admins, envoy, stores, f"http://{single}/v1")
-
-
-async def _usable(settings: Settings, session: aiohttp.ClientSession, listen: str) -> None:
-    line = f"{names.ROUTER_CLUSTER}::{listen}::health_flags::healthy"
-    async with asyncio.timeout(30):
-        while line not in (await _text(session, f"http://{settings.envoy.admin}/clusters")).splitlines():  # noqa: ASYNC110 - nothing tells
-            await asyncio.sleep(0.05)
+                await made.usable(session, names.ROUTER_CLUSTER, listen)
+        yield made
 
 
 async def _stop(processes: list[Process]) -> None:

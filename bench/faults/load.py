@@ -18,7 +18,7 @@ _OPENING = (
     "You work in repository {number} of {run}. " + "Read before you judge, and name the files that you read. " * 12
 )
 _RESULT = "src/module_{number}.py:{line}: the result is checked against the limit before it is stored\n"
-_LINES = 8
+_LINES = 6
 _RETRY = 0.2  # seconds until a turn that failed is sent again
 
 
@@ -32,6 +32,7 @@ class Sent:
         begun: when it was sent.
         ended: when its answer ended.
         ttft: milliseconds to the first piece of the answer, None if it failed.
+        known: tokens of its prompt that the turn before had too, so that they need not be computed.
         error: what happened to it, empty if it ended well.
         wrong: whether its answer is not what the oracle says.
     """
@@ -41,6 +42,7 @@ class Sent:
     begun: float
     ended: float
     ttft: float | None = None
+    known: int = 0
     error: str = ""
     wrong: bool = False
 
@@ -58,6 +60,7 @@ class Load:
         sent: all requests that have ended, unless they are not to be kept.
         keep: whether they are.
         open: requests that are under way, by conversation: when they began.
+        answered: turns that were answered, by agent.
         count: requests that have ended.
         failed: of these, those without an answer.
         wrong: of these, those whose answer is not the oracle's.
@@ -65,12 +68,13 @@ class Load:
 
     deployment: Deployment
     conversations: int = 50
-    turns: int = 8
-    think: float = 2.5
-    tokens: int = 40
+    turns: int = 6
+    think: float = 3.0
+    tokens: int = 30
     sent: list[Sent] = field(default_factory=list)
     open: dict[int, float] = field(default_factory=dict)
     keep: bool = True
+    answered: list[int] = field(default_factory=list)
     count: int = 0
     failed: int = 0
     wrong: int = 0
@@ -83,7 +87,8 @@ class Load:
         gateway = openai.AsyncOpenAI(base_url=self.deployment.gateway, api_key="chaos", max_retries=0, timeout=60)
         oracle = openai.AsyncOpenAI(base_url=self.deployment.oracle, api_key="chaos", max_retries=2, timeout=60)
         async with gateway, oracle:
-            agents = [asyncio.create_task(self._agent(gateway, oracle)) for _ in range(self.conversations)]
+            self.answered = [0] * self.conversations
+            agents = [asyncio.create_task(self._agent(n, gateway, oracle)) for n in range(self.conversations)]
             try:
                 yield
                 for agent in agents:
@@ -94,19 +99,29 @@ class Load:
                     agent.cancel()
                 await asyncio.gather(*agents, return_exceptions=True)
 
-    async def _agent(self, gateway: openai.AsyncOpenAI, oracle: openai.AsyncOpenAI) -> None:
+    async def went_on(self, turns: int, within: float) -> None:
+        """Wait until each agent has had so many more answers, or a time in seconds is over."""
+        goal = [count + turns for count in self.answered]
+        until = time.monotonic() + within
+        while time.monotonic() < until and any(a < b for a, b in zip(self.answered, goal, strict=True)):  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+    async def _agent(self, agent: int, gateway: openai.AsyncOpenAI, oracle: openai.AsyncOpenAI) -> None:
         await asyncio.sleep(random.uniform(0, self.think))  # noqa: S311 - no secret
         while True:
-            await self._conversation(next(self._numbers), gateway, oracle)
+            number = next(self._numbers)
+            script = self._script(number)
+            await self._conversation(agent, number, Leg(gateway, MODEL, script), Leg(oracle, MODEL, script))
 
-    async def _conversation(self, number: int, gateway: openai.AsyncOpenAI, oracle: openai.AsyncOpenAI) -> None:
-        script = self._script(number)
-        ours, truth = Leg(gateway, MODEL, script), Leg(oracle, MODEL, script)
-        for turn in range(script.length):
+    async def _conversation(self, agent: int, number: int, ours: Leg, truth: Leg) -> None:
+        known = 0
+        for turn in range(self.turns):
             begun, said = await self._answered(ours, number, turn)
             ended = time.monotonic()
             wrong = said.text != (await truth.turn(turn)).text
-            self._add(Sent(number, turn, begun, ended, said.ttft_ms, wrong=wrong))
+            self._add(Sent(number, turn, begun, ended, said.ttft_ms, known, wrong=wrong))
+            known = said.prompt_tokens
+            self.answered[agent] += 1
             if wrong:
                 return  # from here on the two conversations differ
             pause = random.uniform(0.5, 1.5) * self.think  # noqa: S311 - no secret
@@ -137,7 +152,8 @@ class Load:
 
     def _script(self, number: int) -> Script:
         results = [
-            "".join(_RESULT.format(number=number, line=9 * n + i) for i in range(_LINES)) for n in range(self.turns)
+            "".join(_RESULT.format(number=number, line=_LINES * n + i) for i in range(_LINES))
+            for n in range(self.turns)
         ]
         return Script(
             opening=[{"role": "user", "content": _OPENING.format(number=number, run=self._run)}],

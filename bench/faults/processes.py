@@ -115,10 +115,10 @@ def router(number: int, settings: dict[str, Any], folder: Path, sink: Sink) -> P
 
 
 async def ask(port: int, *words: str) -> str:
-    """A Redis server's answer to one command, as it stands on the wire; nothing if it does not come in a second."""
+    """A Redis server's answer to one command, as it stands on the wire; nothing if it does not come in five seconds."""
     writer = None
     with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(5):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             command = "".join(f"${len(w)}\r\n{w}\r\n" for w in words)
             writer.write(f"*{len(words)}\r\n{command}".encode())
@@ -128,6 +128,12 @@ async def ask(port: int, *words: str) -> str:
     if writer:
         writer.close()
     return ""
+
+
+async def _until(done: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(30):
+        while not await done():  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.05)
 
 
 @dataclass
@@ -194,34 +200,41 @@ class Stores:
         Raises:
             TimeoutError: that takes more than half a minute.
         """
-        async with asyncio.timeout(30):
-            while "state=online" not in await ask(self.ports[await self.primary()], "INFO", "replication") or str(
-                self.ports[1 - await self.primary()]
-            ) not in await ask(self.sentinel_port, "SENTINEL", "REPLICAS", SERVICE):
-                await asyncio.sleep(0.1)
+
+        async def done() -> bool:
+            primary = await self.primary()
+            follows = "state=online" in await ask(self.ports[primary], "INFO", "replication")
+            replica = str(self.ports[1 - primary])
+            return follows and replica in await ask(self.sentinel_port, "SENTINEL", "REPLICAS", SERVICE)
+
+        await _until(done)
 
     async def primary(self) -> int:
         """Index of the server that sentinel names as the primary.
 
         Raises:
-            TimeoutError: it names none for half a minute.
+            ProcessError: it names none of them.
         """
-        async with asyncio.timeout(30):
-            while True:
-                told = await ask(self.sentinel_port, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
-                for index, port in enumerate(self.ports):
-                    if f"\r\n{port}\r\n" in told:
-                        return index
-                await asyncio.sleep(0.1)
+        told = await ask(self.sentinel_port, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
+        for index, port in enumerate(self.ports):
+            if f"\r\n{port}\r\n" in told:
+                return index
+        raise ProcessError(f"sentinel does not tell the primary: {told!r}")
 
     async def promoted(self, old: int) -> float:
-        """Wait until sentinel names another primary than `old`, and it takes writes. Returns seconds."""
+        """Wait until sentinel names another primary than `old`, and it takes writes. Returns seconds.
+
+        Raises:
+            TimeoutError: that takes more than half a minute.
+        """
         begun = time.monotonic()
-        async with asyncio.timeout(30):
-            while await self.primary() == old or "role:master" not in await ask(
+
+        async def done() -> bool:
+            return await self.primary() != old and "role:master" in await ask(
                 self.ports[1 - old], "INFO", "replication"
-            ):
-                await asyncio.sleep(0.05)
+            )
+
+        await _until(done)
         return time.monotonic() - begun
 
     async def stop(self) -> None:
