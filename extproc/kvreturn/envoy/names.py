@@ -46,3 +46,6 @@ ROUTER_CLUSTER = "kvreturn_router"
 
 STORED_RESPONSES = "/v1/responses/"
 """Paths below this are about responses that a node keeps, and these have handles in them."""
+
+UNTAKEN = ("connect-failure", "refused-stream", "reset-before-request")
+"""Envoy's conditions for a retry under which no server has seen anything of the request."""
