@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from kvreturn.analyze.analysis import Analysis
 from kvreturn.analyze.report import Report
 from kvreturn.report import drawing
-from kvreturn.report.drawing import OFF, ON
+from kvreturn.report.drawing import OFF, ON, finish
 
 
 def save(analysis: Analysis, report: Report, path: Path) -> None:
@@ -39,9 +39,8 @@ def _gaps(axes: Axes, analysis: Analysis) -> None:
     axes.step([max(x, 0.1) for x, _ in points], [100 * y for _, y in points], where="post", color=ON)
     axes.axvline(analysis.options.ttl, color=OFF, linestyle="--", label=f"TTL {analysis.options.ttl:g} s")
     axes.set(xscale="log", xlabel="seconds between two turns", ylabel="% of follow-up turns", ylim=(0, 101))
-    axes.set_title("How soon the next turn comes", loc="left")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
+    axes.xaxis.set_major_formatter("{x:,g}")
+    finish(axes, "How soon the next turn comes")
 
 
 def _ttls(axes: Axes, analysis: Analysis, report: Report) -> None:
@@ -51,18 +50,18 @@ def _ttls(axes: Axes, analysis: Analysis, report: Report) -> None:
         [100 * r.covered_token_share for r in report.ttls],
         "o-",
         color=ON,
-        label="repeated tokens within the TTL",
+        label="repeated tokens",
     )
-    axes.set(xscale="log", xlabel="TTL, s", ylabel="% of repeated tokens", ylim=(0, 101))
+    axes.set(xscale="log", xlabel="TTL, s", ylabel="% within the TTL", ylim=(0, 101))
     axes.set_xticks(ttls, [f"{t:g}" for t in ttls])
     axes.minorticks_off()
-    axes.set_title("What each TTL covers, and what D holds for it", loc="left")
-    axes.grid(visible=True, alpha=0.3)
     memory = axes.twinx()
+    memory.spines["right"].set_visible(True)
     lines += memory.plot(ttls, [r.pinned_mean_gb for r in report.ttls], "s--", color=OFF, label="KV held on D")
     memory.set_ylabel(f"GB, mean ({analysis.options.rates.bytes_per_token:,} bytes/token)")
     memory.set_ylim(bottom=0)
-    memory.legend(handles=lines, frameon=False, loc="lower right")
+    memory.yaxis.set_major_formatter("{x:,g}")
+    finish(axes, "What each TTL covers and costs", lines)
 
 
 def _prefill(axes: Axes, analysis: Analysis) -> None:
@@ -75,14 +74,13 @@ def _prefill(axes: Axes, analysis: Analysis) -> None:
         values = [max(x * 1e3, 1) for x, _ in points]
         axes.step(values, [100 * y for _, y in points], where="post", color=colour, label=label)
     axes.set(xscale="log", xlabel="ms of prefill in a follow-up turn", ylabel="% of follow-up turns", ylim=(0, 101))
-    axes.set_title("Prefill time, estimated at the given rates", loc="left")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
+    axes.xaxis.set_major_formatter("{x:,g}")
+    finish(axes, "Prefill time, estimated")
 
 
 def _outcomes(axes: Axes, report: Report) -> None:
     names = list(reversed(report.outcomes))
     axes.barh(names, [report.outcomes[n] for n in names], color=ON)
     axes.set_xlabel("turns")
-    axes.set_title("Outcomes in the turn log", loc="left")
-    axes.grid(visible=True, axis="x", alpha=0.3)
+    finish(axes, "Outcomes in the turn log")
+    axes.grid(visible=False, axis="y")

@@ -187,15 +187,13 @@ def _noise(run: Run, comparison: Comparison | None) -> Iterator[Doubt]:
             f"This machine was busy: in 1% of the time the benchmark itself was {late * 1e3:,.0f} ms late or more, "
             "which is in the times. Run it elsewhere, or with less load.",
         )
-    if comparison and len(comparison.off_by_round) > 1:
-        middle = statistics.median(comparison.off_by_round)
-        spread = (max(comparison.off_by_round) - min(comparison.off_by_round)) / middle
-        if spread > _SPREAD:
-            yield Doubt(
-                "doubt",
-                f"The rounds differ: without read-back, their median TTFTs lie {spread:.0%} apart. Other load, warming "
-                "up, or conversations of very different length: play more rounds with more conversations.",
-            )
+    ratios = comparison.by_round if comparison else []
+    if ratios and max(ratios) - min(ratios) > _SPREAD * statistics.median(ratios):
+        yield Doubt(
+            "doubt",
+            f"The rounds differ: off/on is {min(ratios):.2f} in one and {max(ratios):.2f} in another. Other load, or "
+            "warming up: play more rounds with more conversations.",
+        )
 
 
 def _answers(comparison: Comparison | None) -> Iterator[Doubt]:

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -14,7 +13,7 @@ from kvreturn.bench.run import Run
 from kvreturn.bench.sample import LEGS, Sample
 from kvreturn.bench.stats import Comparison, compare
 from kvreturn.report import drawing
-from kvreturn.report.drawing import OFF, ON
+from kvreturn.report.drawing import OFF, ON, finish
 
 _COLOURS = {"off": OFF, "on": ON}
 _MARKERS = {"off": "s", "on": "o"}
@@ -56,7 +55,7 @@ def _by_prompt(axes: Axes, run: Run) -> None:
         )
     axes.set(xlabel="prompt tokens", ylabel="TTFT, ms", ylim=(0, None))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    _finish(axes, "Time to first token by length of the prompt", "upper left")
+    finish(axes, "TTFT by length of the prompt")
 
 
 def _by_turn(axes: Axes, run: Run) -> None:
@@ -71,7 +70,7 @@ def _by_turn(axes: Axes, run: Run) -> None:
         axes.fill_between(turns, low, high, color=_COLOURS[leg], alpha=0.18, linewidth=0)
     axes.set(xlabel="turn of the conversation", ylabel="TTFT, ms", ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _finish(axes, "By turn: median, and the middle half", "upper left")
+    finish(axes, "By turn: median, and the middle half")
 
 
 def _quartile(values: Sequence[float], which: int) -> float:
@@ -84,7 +83,7 @@ def _shares(axes: Axes, run: Run) -> None:
         shares = [100 * (i + 1) / len(times) for i in range(len(times))]
         axes.step(times, shares, where="post", color=_COLOURS[leg], label=leg)
     axes.set(xlabel="TTFT, ms", ylabel="% of follow-up turns", ylim=(0, 101), xlim=(0, None))
-    _finish(axes, "How many follow-up turns have begun to answer by then", "lower right")
+    finish(axes, "How many follow-up turns have begun to answer by then")
 
 
 def _follows(sample: Sample) -> bool:
@@ -97,10 +96,4 @@ def _rounds(axes: Axes, comparison: Comparison | None) -> None:
     axes.axhline(1, color=OFF, linestyle="--", label="no difference")
     axes.set(xlabel="round", ylabel="off / on", ylim=(0, None))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _finish(axes, "Ratio of the median TTFTs by round", "lower right")
-
-
-def _finish(axes: Axes, title: str, legend: Literal["upper left", "lower right"]) -> None:
-    axes.set_title(title, loc="left")
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(frameon=False, loc=legend)
+    finish(axes, "Ratio of the median TTFTs by round")

@@ -41,8 +41,10 @@ def describe(values: Sequence[float]) -> dict[str, float]:
 
 
 def tables(samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """A row for each of `FIELDS`; empty without samples."""
-    return {name: describe([getattr(s, name) for s in samples]) for name in FIELDS} if samples else {}
+    """A row for each of `FIELDS`, and for the TTFT of follow-up turns alone; none without samples."""
+    rows = {name: [getattr(s, name) for s in samples] for name in FIELDS}
+    rows["follow_up_ttft_ms"] = [s.ttft_ms for s in samples if s.turn > 0]
+    return {name: describe(values) for name, values in rows.items() if values}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,6 @@ class Comparison:
         on_ms: median TTFT with it.
         saved_ms: mean of what each turn's TTFT fell by.
         by_round: ratio of the medians, off over on, in each round that has pairs.
-        off_by_round: median TTFT without read-back in each round.
         equal: share of pairs whose answers are the same.
     """
 
@@ -72,7 +73,6 @@ class Comparison:
     on_ms: float
     saved_ms: float
     by_round: Sequence[float]
-    off_by_round: Sequence[float]
     equal: float
 
     @property
@@ -109,7 +109,6 @@ def compare(run: Run) -> Comparison | None:
         on_ms=_median(pairs, "on"),
         saved_ms=statistics.fmean(p.off.ttft_ms - p.on.ttft_ms for p in pairs),
         by_round=[a / b for a, b in medians],
-        off_by_round=[a for a, _ in medians],
         equal=statistics.fmean(p.off.text == p.on.text for p in pairs),
     )
 

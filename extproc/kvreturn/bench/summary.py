@@ -94,11 +94,11 @@ class Summary:
         else:
             how = f"{c.ratio:.2f} times shorter"
         low, high = min(c.by_round), max(c.by_round)
-        rounds = f" (off/on {low:.2f} to {high:.2f} by round)" if len(c.by_round) > 1 else ""
+        rounds = f"; off/on {low:.2f} to {high:.2f} in single rounds" if len(c.by_round) > 1 else ""
         where = " on simulated nodes" if self.simulated else ""
         return (
             f"With read-back, time to first token is {how}{where}: {c.on_ms:,.0f} ms instead of {c.off_ms:,.0f} "
-            f"(medians of {turns}){rounds}; {c.saved_ms:,.0f} ms saved per turn on average."
+            f"(medians of {turns}{rounds}); {c.saved_ms:,.0f} ms saved per turn on average."
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -1,11 +1,13 @@
 """Pictures for reports. Imports matplotlib, which takes half a second: import this only where one is wanted."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # no pyplot: it would keep every figure
 
 # Both can be told apart, also by the colour-blind, on white and on black.
@@ -15,6 +17,21 @@ _INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "yti
 
 Draw = Callable[[], Figure]
 """Draws in the colours that are set."""
+
+
+def finish(axes: Axes, title: str, handles: Sequence[Artist] = ()) -> None:
+    """Title, grid, and a legend on the title's line, where it hides no data: both must be short.
+
+    Args:
+        axes: drawn already.
+        title: above it.
+        handles: what the legend names; all that has a label if empty. Nothing labelled, no legend.
+    """
+    axes.set_title(title)
+    axes.grid(visible=True, alpha=0.3)
+    named = handles or axes.get_legend_handles_labels()[0]
+    if named:
+        axes.legend(handles=named, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(named))
 
 
 def save(draw: Draw, path: Path) -> None:
@@ -33,5 +50,13 @@ def svg(draw: Draw) -> str:
 
 
 def _inked(ink: str) -> Any:  # noqa: ANN401 - matplotlib has no types
-    style: dict[Any, Any] = {"axes.spines.top": False, "axes.titleweight": "bold", "axes.titlesize": 11}
+    style: dict[Any, Any] = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titleweight": "bold",
+        "axes.titlesize": 11,
+        "axes.titlelocation": "left",
+        "axes.titlepad": 10,
+        "figure.constrained_layout.h_pad": 0.14,
+    }
     return mpl.rc_context(dict.fromkeys(_INKED, ink) | style)
