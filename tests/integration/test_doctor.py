@@ -88,14 +88,14 @@ async def test_what_is_wrong_with_envoy_is_named(
         (P, replace(D, connector="stock"), {}, "gateway.outcome", "fail", "no_handle_from_decode"),
         (replace(P, bidirectional=False), D, {}, "gateway.outcome", "fail", "unproven"),
         (replace(P, block_size=32), D, {}, "gateway.outcome", "fail", "unproven"),
-        (P, D, {"proof": "off"}, "gateway.outcome", "fail", "disabled"),
-        (replace(P, secret=b"another"), D, EAGER, "eager_return", "ok", "computed"),
-        (P, replace(D, secret=b"another"), EAGER, "eager_return", "fail", "scope"),
-        (P, D, {"return": "auto"}, "eager_return", "ok", "returned"),
+        (P, D, {"proof": "off"}, "gateway.outcome", "warn", "nothing is read back"),
+        (P, replace(D, secret=b"another"), {}, "gateway.outcome", "fail", "no_handle_from_decode"),
+        (P, replace(D, bidirectional=False), EAGER, "eager_return", "fail", "no return was counted"),
+        (P, D, {"return": "auto"}, "eager_return", "ok", "left the probe's turn on the decode node"),
         (P, D, {"tenant_header": "x-tenant"}, "gateway.outcome", "ok", "the second turn is a hit"),
     ],
 )
-async def test_what_becomes_of_reuse_is_told_with_a_remedy(
+async def test_what_becomes_of_reuse_is_told_with_a_remedy(  # noqa: PLR0917 - as parametrized
     tmp_path: Path, p: NodeConfig, d: NodeConfig, changes: Json, check: str, status: str, found: str
 ) -> None:
     async with deployment(tmp_path, p, d, **changes) as there:
@@ -130,7 +130,7 @@ async def test_another_deployment_than_that_of_the_settings_is_told(tmp_path: Pa
 
 async def test_everything_that_hangs_costs_its_timeout_only(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = "127.0.0.1:%d" % silent.getsockname()[1]
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
         changes: dict[str, Any] = {
             "pools": {"prefill": [address], "decode": [address]},
             "envoy": {"admin": address},

@@ -44,7 +44,7 @@ class Deployment:
         return list((await self.diagnose(**plan)).findings)
 
     async def diagnose(self, **plan: Any) -> Diagnosis:  # noqa: ANN401 - of `Plan`
-        return await diagnose(Plan(self.config, **plan))
+        return await diagnose(Plan(self.config, **{"seconds": 2.0, **plan}))
 
 
 def settings_file(folder: Path, p: str, d: str, **changes: Any) -> tuple[Path, Settings]:  # noqa: ANN401 - as YAML has them

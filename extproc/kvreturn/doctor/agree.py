@@ -1,8 +1,10 @@
 """Rules over the flags of the nodes of one deployment: what must be equal, and what must fit the router's settings."""
 
+import base64
 from collections.abc import Callable, Iterator, Sequence
 
 from kvreturn.config import Settings
+from kvreturn.core import wire
 from kvreturn.core.address import is_local, split_address
 from kvreturn.doctor.flags import Flags
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
@@ -46,6 +48,7 @@ def agree(nodes: Sequence[Flags], settings: Settings | None, kvreturn_version: s
     yield from _prefix_cache(nodes, settings)
     yield from _versions(nodes, kvreturn_version)
     if settings:
+        yield from _secrets(nodes, settings)
         yield from _ttls(nodes, settings)
         yield from _thresholds(nodes, settings)
     yield from _side_channels(nodes)
@@ -214,6 +217,31 @@ def _versions(nodes: Sequence[Flags], kvreturn_version: str) -> Iterator[Finding
 
 def _release(version: str) -> list[str]:
     return version.split(".")[:2]
+
+
+def _secrets(nodes: Sequence[Flags], settings: Settings) -> Iterator[Finding]:
+    check, secret = "flags.secret", settings.secret.get_secret_value().encode()
+    ours, none = _scope_of(secret), _scope_of(b"")
+    remedy = "set the same KVRETURN_SECRET (or `secret`) on the router and on all nodes"
+    good = []
+    for n in nodes:
+        if n.scope is None:
+            continue
+        if n.scope == ours:
+            good.append(n)
+        elif n.scope == none:
+            yield fail(check, "none, and the router has one", remedy, n.source)
+        else:
+            yield fail(
+                check, "another one than the router's" if secret else "one, and the router has none", remedy, n.source
+            )
+    if good:
+        yield ok(check, f"{'as the router has it' if secret else 'none, as at the router,'} at {_names(good)}")
+
+
+def _scope_of(secret: bytes) -> str:
+    """What a node with this secret tells as `scope`."""
+    return base64.b64encode(wire.scope_tag(wire.chain_seed(secret))).decode()
 
 
 def _ttls(nodes: Sequence[Flags], settings: Settings) -> Iterator[Finding]:

@@ -142,7 +142,7 @@ def _of_words(source: str, words: Sequence[str], environ: Mapping[str, str]) -> 
         raise NodeFileError(f"--{_TRANSFER} is no JSON: {e}") from None
     if not isinstance(transfer, Mapping):
         raise NodeFileError(f"--{_TRANSFER} is no JSON object")
-    if not options and not transfer and not dotted:
+    if not any("vllm" in word for word in words) and not transfer and not dotted:
         raise NodeFileError("holds neither a vLLM command line nor a --kv-transfer-config")
     return Launch(source, {**transfer, **dotted}, options, variables)
 

@@ -34,6 +34,7 @@ class Flags:
         backends: of NIXL.
         ucx_tls: the variable UCX_TLS.
         secret: whether it has one.
+        scope: tells it from another one (docs/handle-format.md).
         hash_seed: the variable PYTHONHASHSEED.
         side_host: of the side channel.
         side_port: of the side channel.
@@ -57,6 +58,7 @@ class Flags:
     backends: tuple[str, ...] | None = None
     ucx_tls: str | None = None
     secret: bool | None = None
+    scope: str | None = None
     hash_seed: str | None = None
     side_host: str | None = None
     side_port: int | None = None
@@ -82,7 +84,7 @@ def from_about(source: str, side: Side, about: Mapping[str, Any]) -> Flags:
         tp=_count(about, "tp"),
         backends=tuple(map(str, backends)) if isinstance(backends, list) else None,
         ucx_tls=_text(about, "ucx_tls"),
-        secret=_truth(about, "secret"),
+        scope=_text(about, "scope"),
         hash_seed=_text(about, "hash_seed"),
         side_host=_text(about, "side_host"),
         side_port=_count(about, "side_port"),

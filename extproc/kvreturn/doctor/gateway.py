@@ -19,10 +19,11 @@ from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 from kvreturn.envoy.ports import reachable
 
 CHECK = "gateway"
-_SETTLE = 2.0  # seconds until the router has counted a turn whose answer is here
+_SETTLE = 0.4  # of a check's time, until the router has counted a turn whose answer is here
 _LOOK = 0.05
 _ANSWER = 128  # tokens: more than P reads at least
 _SAMPLE = re.compile(r"^kvreturn_(turns_total|returns_total)\{(.*)\} (\S+)$", re.MULTILINE)
+_LEAK = re.compile(rb'"%s"\s*:\s*[^\sn]' % PARAMS.encode())  # vLLM itself writes null there
 _LABEL = re.compile(r'(outcome|result)="([^"]*)"')
 _GOOD = {"hit", "partial_hit", "returned", "local_hit"}
 _REMEDIES = {
@@ -34,7 +35,7 @@ _REMEDIES = {
     "store_unavailable": "see the check `store`",
     "node_gone": "see the checks `side_channel` and `proof`; with several decode nodes, `envoy.nodes`",
     "breaker_open": "reads of this decode engine failed lately: see the check `proof`, and the prefill node's log",
-    "disabled": "proof is `off` for this model: nothing is read back lazily",
+    "disabled": "set proof to `connector`, if that is not meant",
     "prefill_failed": "see the checks `node.health` and `envoy`: the router reaches no prefill node",
     "evicted": "the prefill node's prefix cache is too small for what goes back to it",
     "return_failed": "look into the prefill node's log; see the check `eager_return`",
@@ -96,7 +97,7 @@ def _served(answer: Answer) -> list[Finding]:
             "is Envoy running (envoy.listen, or --gateway URL), and the router? see the checks `envoy` and `router`"
         )
         return [fail(CHECK, f"{PATH}: {answer.what}", remedy)]
-    if PARAMS.encode() in answer.body:
+    if _LEAK.search(answer.body):
         remedy = "requests reach the nodes past the router: see the check `envoy.lint`"
         return [fail(CHECK, f"the client gets {PARAMS}", remedy)]
     return []
@@ -136,7 +137,7 @@ async def _grown(ctx: Context, before: Counts, number: int, *, returns: bool) ->
             for name, value in now.items()
             if value > before.get(name, 0) and name.startswith("return ") is returns
         }
-        if sum(grown.values()) >= number or waited >= _SETTLE:
+        if sum(grown.values()) >= number or waited >= _SETTLE * ctx.seconds:
             return grown
         await asyncio.sleep(_LOOK)
         waited += _LOOK
@@ -151,7 +152,7 @@ async def _outcome(ctx: Context, before: Counts | None) -> Finding:
         return skipped(check, "this router counted no turn: another one had them", remedy="run this for each router")
     told = ", ".join(f"{name} {number}" for name, number in sorted(grown.items()))
     rest = Counter(grown)
-    rest["first_turn"] -= 1
+    rest["first_turn" if "first_turn" in grown else next(iter(grown))] -= 1
     ends = +rest
     if sum(ends.values()) != 1:
         if ends.keys() <= _GOOD | {"first_turn"} and ends.keys() & _GOOD:
@@ -163,9 +164,10 @@ async def _outcome(ctx: Context, before: Counts | None) -> Finding:
         return ok(check, "the second turn is a hit")
     if end in _GOOD:
         return ok(check, f"the second turn is a {end}: reuse works, if not of the whole")
-    return fail(
-        check, f"the second turn is no hit: {end}", _REMEDIES.get(end, "the README says what this outcome means")
-    )
+    if end == "disabled":
+        return warn(check, "`proof: off`: nothing is read back lazily", _REMEDIES[end])
+    remedy = _REMEDIES.get(end, "the README says what this outcome means")
+    return fail(check, f"the second turn is no hit: {end}", remedy)
 
 
 async def _eager(ctx: Context, model: str, before: Counts | None) -> list[Finding]:
@@ -182,5 +184,5 @@ async def _eager(ctx: Context, model: str, before: Counts | None) -> list[Findin
     if not grown and mode == "auto":
         return [ok(check, "`auto` left the probe's turn on the decode node")]
     what = f"nothing went back at once ({told or 'no return was counted'})"
-    remedy = "look for kvreturn.return in the router's log, and into the prefill node's"
+    remedy = "see the checks `streams` and `secret`; kvreturn.return in the router's log tells more"
     return [warn(check, what, remedy) if mode == "auto" else fail(check, what, remedy)]

@@ -46,8 +46,8 @@ async def check_store(ctx: Context) -> list[Finding]:
     except (exceptions.AuthenticationError, exceptions.NoPermissionError) as e:
         return [fail(CHECK, f"refuses us: {type(e).__name__}", "correct user and password in store.url")]
     except (exceptions.RedisError, OSError) as e:
-        cause = e.__cause__ if isinstance(e.__cause__, OSError) else None
-        what = reason(cause) if cause else type(e).__name__
+        cause = next((c for c in (e, e.__cause__, e.__context__) if isinstance(c, OSError) and c.strerror), e)
+        what = reason(cause) if isinstance(cause, OSError) and cause.strerror else type(e).__name__
         return [fail(CHECK, f"cannot be reached: {what}", "start it, or correct store.url")]
     finally:
         await close(client)
