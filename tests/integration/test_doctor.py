@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from kvreturn.sim import NodeConfig
 from support.doctor import D, Deployment, P, deployment, nodes, told, worst
 from support.envoy import Json, client_manager
 
+DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
 EAGER = {"return": "eager"}
 
 
@@ -41,6 +43,8 @@ async def test_a_healthy_deployment_is_all_ok_and_left_as_it_was(tmp_path: Path,
                     await asyncio.sleep(0.01)
     checks = {f["check"] for f in report["findings"]}
     assert {"streams", "proof", "secret", "side_channel", "gateway.outcome", "envoy.lint", "otlp", "ttl"} <= checks
+    documented = set(re.findall(r"`([a-z_.]+)`", DOCS.read_text().partition("## The checks")[2]))
+    assert checks <= documented
     assert ("eager_return" in checks) == (changes == EAGER)
 
 

@@ -19,7 +19,7 @@ def _headers(values: tuple[str, ...], api_key: str | None) -> dict[str, str]:
     for value in values:
         name, colon, text = value.partition(":")
         if not colon or not name.strip():
-            raise click.BadParameter(f"{value!r}: write it as 'name: value'", param_hint="--header")
+            raise click.BadParameter("write it as 'name: value'", param_hint="--header")
         found[name.strip().lower()] = text.strip()
     return found
 

@@ -99,17 +99,20 @@ class Context:
 
     async def get(self, url: str) -> Answer:
         """GET."""
-        return await self._request("GET", url, None, {})
+        return await self._request("GET", url, None, {}, self.seconds)
 
-    async def post(self, url: str, body: bytes, headers: Mapping[str, str] | None = None) -> Answer:
-        """POST of JSON."""
-        return await self._request("POST", url, body, {"content-type": "application/json", **(headers or {})})
+    async def post(self, url: str, body: bytes, headers: Mapping[str, str] | None = None, *, times: int = 1) -> Answer:
+        """POST of JSON, which may take so many times as long."""
+        named = {"content-type": "application/json", **(headers or {})}
+        return await self._request("POST", url, body, named, self.seconds * times)
 
-    async def _request(self, method: str, url: str, body: bytes | None, headers: Mapping[str, str]) -> Answer:
+    async def _request(
+        self, method: str, url: str, body: bytes | None, headers: Mapping[str, str], seconds: float
+    ) -> Answer:
         began, start = time.time(), time.monotonic()
         try:
             async with (
-                asyncio.timeout(self.seconds),
+                asyncio.timeout(seconds),
                 self.session.request(
                     method, url, data=body, headers={**self.headers, **headers}, allow_redirects=False
                 ) as response,
@@ -118,7 +121,7 @@ class Context:
                 while not response.content.at_eof() and len(got) < _BODY_LIMIT:
                     got += await response.content.read(_BODY_LIMIT - len(got))
         except TimeoutError:
-            return Answer(error=f"no answer within {self.seconds:g} s", seconds=time.monotonic() - start, began=began)
+            return Answer(error=f"no answer within {seconds:g} s", seconds=time.monotonic() - start, began=began)
         except (aiohttp.ClientError, OSError, ValueError) as e:
             return Answer(error=reason(e), seconds=time.monotonic() - start, began=began)
         told = {k.lower(): v for k, v in response.headers.items()}

@@ -49,8 +49,11 @@ def read_launches(path: Path) -> list[Launch]:
         raise NodeFileError(f"cannot be read: {e.strerror}") from None
     except UnicodeDecodeError:
         raise NodeFileError("is no text") from None
-    documents = _documents(text)
-    launches = [launch for document in documents for launch in _of_document(str(path), document)]
+    try:
+        documents = _documents(text)
+        launches = [launch for document in documents for launch in _of_document(str(path), document)]
+    except RecursionError:
+        raise NodeFileError("is nested too deeply, or in itself") from None
     if not documents:
         launches = [_of_words(str(path), _words(text), {})]
     if not launches:

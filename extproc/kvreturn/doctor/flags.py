@@ -116,12 +116,12 @@ def from_transfer(
         threshold=number(extra.get("kv_recompute_threshold", _THRESHOLD)),
         lease=number(extra.get("kv_lease_duration", _LEASE)),
         policy=str(transfer.get("kv_load_failure_policy", "fail")),
-        block_size=int(options["block-size"]) if options.get("block-size", "").isdigit() else None,
+        block_size=int(options["block-size"]) if options.get("block-size", "").isdecimal() else None,
         prefix_caching=False
         if "no-enable-prefix-caching" in options
         else (options["enable-prefix-caching"].lower() != "false" if "enable-prefix-caching" in options else None),
         kv_cache_dtype=options.get("kv-cache-dtype"),
-        tp=int(options["tensor-parallel-size"]) if options.get("tensor-parallel-size", "").isdigit() else None,
+        tp=int(options["tensor-parallel-size"]) if options.get("tensor-parallel-size", "").isdecimal() else None,
         backends=tuple(map(str, backends)) if isinstance(backends, list) else None,
         ucx_tls=environ.get("UCX_TLS"),
         secret=True if "KVRETURN_SECRET" in environ else None,

@@ -16,12 +16,13 @@ from kvreturn.core.handle import PARAMS
 from kvreturn.core.returning import PATH
 from kvreturn.doctor.context import OK, Answer, Context
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
+from kvreturn.doctor.pair import DECODE
 from kvreturn.envoy.ports import reachable
 
 CHECK = "gateway"
 _SETTLE = 0.4  # of a check's time, until the router has counted a turn whose answer is here
 _LOOK = 0.05
-_ANSWER = 128  # tokens: more than P reads at least
+_ANSWER = 104  # tokens: more than P reads at least
 _SAMPLE = re.compile(r"^kvreturn_(turns_total|returns_total)\{(.*)\} (\S+)$", re.MULTILINE)
 _LEAK = re.compile(rb'"%s"\s*:\s*[^\sn]' % PARAMS.encode())  # vLLM itself writes null there
 _LABEL = re.compile(r'(outcome|result)="([^"]*)"')
@@ -84,7 +85,7 @@ async def _ask(ctx: Context, model: str, prompt: str, tokens: int, *, choices: i
         headers[ctx.settings.tenant_header] = "kvreturn-doctor"
     elif "authorization" not in {name.lower() for name in ctx.headers}:
         headers["authorization"] = "Bearer kvreturn-doctor"  # a tenant of its own
-    return await ctx.post(f"{ctx.gateway}{PATH}", json.dumps(body).encode(), headers)
+    return await ctx.post(f"{ctx.gateway}{PATH}", json.dumps(body).encode(), headers, times=DECODE)
 
 
 def _served(answer: Answer) -> list[Finding]:

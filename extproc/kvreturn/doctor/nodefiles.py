@@ -39,7 +39,7 @@ def _check(launch: Launch, flags: Flags) -> Iterator[Finding]:
         yield fail(CHECK, "no --kv-transfer-config: this node moves no KV", "add one; connector/README.md", source)
         return
     yield ok(CHECK, f"{flags.side or 'a'} node with {transfer.get('kv_connector')}", source)
-    for key in sorted(set(transfer) - keys.TRANSFER):
+    for key in sorted({str(k) for k in transfer} - keys.TRANSFER):
         close = keys.meant(key, keys.TRANSFER)
         what = f"vLLM does not start with {key} in --kv-transfer-config"
         yield fail(_KEYS, what, f"write {close}" if close else "remove it", source)
@@ -60,7 +60,7 @@ def _check(launch: Launch, flags: Flags) -> Iterator[Finding]:
 
 def _extra(extra: Mapping[str, object], flags: Flags) -> Iterator[Finding]:
     known = keys.EXTRA | keys.OURS if flags.connector == "kvreturn" else keys.EXTRA
-    unknown = sorted(set(extra) - known)
+    unknown = sorted({str(k) for k in extra} - known)
     for key in unknown:
         close = keys.meant(key, known)
         remedy = f"write {close}" if close else f"remove it; known are {', '.join(sorted(known))}"

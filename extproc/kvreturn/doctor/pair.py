@@ -24,6 +24,7 @@ _MORE = 8  # tokens that the second turn adds
 _SPARE = 40  # tokens that the answer has over the threshold below which nothing is read
 _LONGEST = 512
 _PAIRS = 64
+DECODE = 2  # times as long as another request may one take that generates an answer
 _SAME_SECRET = "set the same KVRETURN_SECRET (or `secret`) on the router and on all nodes"  # noqa: S105 - advice
 _REMEDIES = {
     "block_size": "start all nodes with the same --block-size",
@@ -146,7 +147,7 @@ class _Probe:
     ) -> tuple[Answer, dict[str, Any] | None]:
         """D's answer, and the handle in it."""
         body = self._body(prompt, self._answer, json.dumps(params).encode(), stream=stream)
-        answer = await self._ctx.post(f"http://{self._d.address}{PATH}", body)
+        answer = await self._ctx.post(f"http://{self._d.address}{PATH}", body, times=DECODE)
         found = None
         for piece in answer.body.split(b"\n") if stream else [answer.body]:
             whole = Answer(body=piece.removeprefix(b"data:").strip()).json()

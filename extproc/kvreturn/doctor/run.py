@@ -24,7 +24,7 @@ from kvreturn.doctor.sessions import check_store
 from kvreturn.doctor.surroundings import check_fabric, check_otlp, check_router, check_settings
 from kvreturn.envoy.ports import reachable
 
-_LONGER = 6  # times a request's time: a probe of two turns is at most so many requests, one after the other
+_LONGER = 10  # times a request's time: a probe of two turns is at most so many requests, one after the other
 Check = Callable[[Context], Awaitable[Sequence[Finding]]]
 Progress = Callable[[str], None]
 
@@ -69,7 +69,9 @@ async def diagnose(plan: Plan, progress: Progress = lambda _: None) -> Diagnosis
         why = "--offline" if plan.offline else "the settings cannot be read"
         findings.append(skipped("live", f"{why}: nothing that runs was looked at"))
     else:
-        async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), trust_env=False) as session:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), cookie_jar=aiohttp.DummyCookieJar()
+        ) as session:
             url = (plan.gateway or f"http://{reachable(settings.envoy.listen)}").rstrip("/")
             findings += await _live(
                 Context(settings, session, plan.environ, plan.seconds, plan.headers, url), flags, progress
@@ -99,7 +101,7 @@ async def _live(ctx: Context, from_files: Sequence[Flags], progress: Progress) -
     for some in await asyncio.gather(*(_bounded(ctx, name, check, 3) for name, check in first.items())):
         findings += some
     progress("flags")
-    await _bounded(ctx, "flags", _stock, _LONGER)
+    findings += await _bounded(ctx, "flags", _stock, _LONGER)
     known = [node.flags for node in ctx.nodes if node.flags]
     findings += agree([*known, *from_files], ctx.settings, kvreturn.__version__)
     findings += await check_fabric([*known, *from_files], ctx.seconds, ctx.environ)

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner, Result
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as settings_of_tests
+from hypothesis import strategies as st
 from kvreturn_connector.settings import OWN_KEYS
 
 from kvreturn.cli.main import main
 from kvreturn.doctor import keys
+from kvreturn.doctor.agree import agree
 from kvreturn.doctor.files import read_launches
+from kvreturn.doctor.nodefiles import read_files
 
 OURS = "kvreturn_connector.connector"
 SETTINGS = {"pools": {"prefill": ["10.0.0.1:8000"], "decode": ["10.0.0.2:8000"]}, "secret": "s"}
@@ -268,3 +273,50 @@ def test_exit_codes(tmp_path: Path, arguments: tuple[str, ...], code: int) -> No
 
 def test_our_own_keys_are_those_that_the_connector_reads() -> None:
     assert set(OWN_KEYS) == keys.OURS
+
+
+_PIECES = [
+    "vllm serve m ",
+    "--kv-transfer-config ",
+    "'",
+    '"',
+    "{",
+    "}",
+    "[",
+    "]",
+    ":",
+    " ",
+    "\n",
+    "- ",
+    "&a ",
+    "*a",
+    "--",
+    ".",
+    "=",
+]
+_PIECES += [
+    "kv_connector",
+    "args",
+    "command",
+    "env",
+    "a",
+    "1",
+    "null",
+    "\x00",
+    "²",
+    "--block-size ",
+    "--- ",
+    "NixlConnector",
+]
+
+
+@settings_of_tests(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(_PIECES), max_size=14).map("".join))
+@example("&a {args: [vllm], x: *a}")
+@example("{kv_connector: NixlConnector, 1: 2, kv_connector_extra_config: {3: 4, x: 5}}")
+def test_no_file_breaks_it(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "node"
+    path.write_text(text)
+    flags, findings = read_files([path])
+    assert findings
+    assert list(agree(flags, None, "0.1.0"))
