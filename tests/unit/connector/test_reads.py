@@ -206,3 +206,24 @@ def test_only_a_whole_handle_can_be_freed() -> None:
     assert reads.matched(asked, 0) == (0, False)
     assert told(reads, asked) == (0, 0, 0, "malformed")
     assert peer.asked == []
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_who_asks_what_runs_here_is_told_and_nobody_else_is(*, asks: bool) -> None:
+    peer, warned = Peer(), list[str]()
+    reads = Reads(
+        Settings(bidirectional=True),
+        Prompts(b"", 16),
+        cast("Asker", peer),
+        lambda key, _: warned.append(key),
+        lambda: {"connector": "1.2.3"},
+    )
+    asked = request([1])
+    asked.kv_transfer_params = reads.free(asked, {}, about=asks)
+    assert reads.matched(asked, 0) == (0, False)
+    done = reads.finish(asked)
+    assert done
+    told = wire.dump_report(done[0])
+    assert (told["reason"], told.get("about")) == ("malformed", {"connector": "1.2.3"} if asks else None)
+    assert (peer.asked, warned) == ([], [])
+    assert wire.load_report(told).about == told.get("about")
