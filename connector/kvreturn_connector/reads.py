@@ -30,6 +30,7 @@ class _Read:
         keep: whether a decode node will come for our blocks.
         free: whether the request is only there to give the handle back.
         ids: whether the router asks for the prompt's token ids.
+        about: whether somebody asks what runs here.
     """
 
     offer: Offer | None = None
@@ -41,6 +42,7 @@ class _Read:
     keep: bool = True
     free: bool = False
     ids: bool = False
+    about: bool = False
 
 
 class Reads:
@@ -51,16 +53,25 @@ class Reads:
         prompts: digests of requests.
         asker: asks D.
         warn: takes a key and a text for the log.
+        about: tells what runs here.
 
     Attributes:
         counts: what became of handles.
     """
 
-    def __init__(self, settings: Settings, prompts: Prompts, asker: Asker, warn: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        prompts: Prompts,
+        asker: Asker,
+        warn: Callable[[str, str], None],
+        about: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
         self._settings = settings
         self._prompts = prompts
         self._asker = asker
         self._warn = warn
+        self._about = about
         self._reads: dict[str, _Read] = {}
         self.counts = ReadCounts()
 
@@ -85,17 +96,23 @@ class Reads:
             self._examine(request, handle, read)
         return {key: value for key, value in params.items() if key not in _DROPPED} | dict.fromkeys(REMOTE)
 
-    def free(self, request: Any, handle: Mapping[str, Any]) -> dict[str, Any]:
+    def free(self, request: Any, handle: Mapping[str, Any], *, about: bool = False) -> dict[str, Any]:
         """A request that is only there to give a handle back.
+
+        Args:
+            request: vLLM's.
+            handle: D's object; an empty one where the request only asks.
+            about: whether it asks what runs here.
 
         Returns:
             The parameters that vLLM may see: none.
         """
-        read = self._reads[request.request_id] = _Read(keep=False, free=True, decided=True)
+        read = self._reads[request.request_id] = _Read(keep=False, free=True, decided=True, about=about)
         try:
             read.offer, _ = check_handle(handle, self._settings)
         except wire.WireError as e:
-            self._warn(e.reason, f"handle not freed ({e})")
+            if handle:
+                self._warn(e.reason, f"handle not freed ({e})")
             read.reason = e.reason
         else:
             read.asked = self._let_go(read.offer)
@@ -193,7 +210,8 @@ class Reads:
             self.counts.add(proven, read.read, read.reason)
         ids = self._prompts.ids(request) if read.ids else None
         digest = self._prompts.digest(request)
-        return wire.Report(proven, read.read, read.local, read.reason, digest, ids=ids), read.keep
+        about = self._about() if read.about else None
+        return wire.Report(proven, read.read, read.local, read.reason, digest, ids=ids, about=about), read.keep
 
     def _let_go(self, offer: Offer) -> "Future[str]":
         """D need not wait."""

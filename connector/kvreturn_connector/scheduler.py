@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 
 from kvreturn_connector import wire
+from kvreturn_connector.about import about
 from kvreturn_connector.handles import Once, check_blocks, check_peer, to_free
 from kvreturn_connector.pins import PinTable, ticket
 from kvreturn_connector.prompts import Prompts
@@ -40,7 +41,7 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
         self.pins = PinTable(budget, settings.ttl, time.perf_counter)
         self._prompts = Prompts(settings.secret, self.block_size)
         self._asker = Asker(settings.claim_timeout)
-        self._reads = Reads(settings, self._prompts, self._asker, self._warn)
+        self._reads = Reads(settings, self._prompts, self._asker, self._warn, self._about)
         self.read_counts = self._reads.counts
         self._loads = Once()  # P's requests that were read here
         self._mismatched: set[str] = set()  # D's requests whose prompt is not the one that P computed
@@ -61,7 +62,7 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
             return None
         unwanted = to_free(params)
         if unwanted is not None:
-            return self._reads.free(request, unwanted)
+            return self._reads.free(request, unwanted, about=params[wire.MEMBER].get("about") is True)
         if params.get("do_remote_prefill"):
             return self._admitted_to_read_whole(request, params)
         if params.get("do_remote_decode"):
@@ -203,6 +204,9 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
             self._warn("groups", "several KV cache groups cannot be proven: turns of this model leave no handle")
             return False
         return bool(out["remote_block_ids"][0]) and out["remote_num_tokens"] > 0
+
+    def _about(self) -> dict[str, Any]:
+        return about(self.vllm_config, self.settings, (self.side_channel_host, self.side_channel_port))
 
     def shutdown(self) -> None:
         """Stop threads."""

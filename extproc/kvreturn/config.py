@@ -142,6 +142,9 @@ class Settings(Section):
                 found[f"admin{whose}"] = shifted(self.admin, i)
         envoy = self.envoy
         found |= {"envoy.listen": envoy.listen, "envoy.prefill_listen": envoy.prefill_listen}
+        if envoy.orchestrated:
+            found["envoy.orchestrated.prefill_listen"] = envoy.orchestrated.prefill_listen
+            found["envoy.orchestrated.decode_listen"] = envoy.orchestrated.decode_listen
         return found | {"envoy.admin": envoy.admin}
 
     def router_listens(self) -> list[str]:

@@ -7,7 +7,9 @@ from kvreturn.core.api import Chat, Prompt
 from kvreturn.core.jsontext import ObjectText
 from kvreturn.core.ports import Ask, Reply
 from kvreturn.core.returning import Form, Job
-from kvreturn.server.returns import Returns
+from kvreturn.server import returns
+from kvreturn.server.freeing import ask
+from kvreturn.server.world import World
 from kvreturn.store.memory import MemoryStore
 from kvreturn.upstream.forms import Forms
 from property.danger import LONG, TALKS, Danger, Patch
@@ -37,12 +39,11 @@ def _leave_the_handle(patch: Patch) -> None:
 
 def _send_to_any(patch: Patch) -> None:
     """A return goes to another P if the right one is away, as turns do."""
-    ask_p = Returns._ask
 
-    async def changed(self: Returns, ask: Ask, *rest: Any) -> Reply:  # noqa: ANN401 - as they are
-        return await ask_p(self, replace(ask, only=False), *rest)
+    async def changed(world: World, question: Ask, *rest: Any) -> Reply:  # noqa: ANN401 - as they are
+        return await ask(world, replace(question, only=False), *rest)
 
-    patch.setattr(Returns, "_ask", changed)
+    patch.setattr(returns, "ask", changed)
 
 
 def _believe_tokens(patch: Patch) -> None:

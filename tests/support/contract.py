@@ -27,7 +27,7 @@ class Passed:
         pieces: of the body, as they went.
         ended: whether the end of the stream went on.
         trailers: whether it was trailers that ended it.
-        node: what the metadata `kvreturn`/`decode_node` said when the headers went.
+        node: what the metadata `kvreturn`/`decode_node` (or `prefill_node`) said when the headers went.
         bypassed: whether bytes went on that the server did not vouch for, because it had closed the stream.
     """
 
@@ -199,7 +199,10 @@ class Side:
             if set(message.dynamic_metadata.fields) != {"kvreturn"}:
                 raise ContractError("metadata outside of the namespace that the filter may receive")
             fields = message.dynamic_metadata.fields["kvreturn"].struct_value.fields
-            self._node = fields["decode_node"].string_value
+            ((key, value),) = fields.items()
+            if key not in {"decode_node", "prefill_node"}:
+                raise ContractError(f"no Envoy of ours reads the metadata {key}")
+            self._node = value.string_value
 
     def _mutate(self, mutation: pb.HeaderMutation) -> None:
         check_mutation(mutation)

@@ -99,9 +99,9 @@ class Harness:
         """Turns by outcome, as the metrics count them."""
         return outcomes(self.world.metrics)
 
-    def envoy(self, modes: Modes | None = None) -> Envoy:
+    def envoy(self, modes: Modes | None = None, role: str | None = None) -> Envoy:
         """A new exchange."""
-        return Envoy(LocalStream(self.service), modes)
+        return Envoy(LocalStream(self.service, role), modes)
 
     async def play(
         self, request: Request, response: Response | Callable[[Passed], Response], modes: Modes | None = None

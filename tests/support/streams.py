@@ -47,7 +47,8 @@ class LocalStream:
         task: ends when the service is done with the stream.
     """
 
-    def __init__(self, service: ExternalProcessor) -> None:
+    def __init__(self, service: ExternalProcessor, role: str | None = None) -> None:
+        self._role = role
         self._sent: asyncio.Queue[pb.ProcessingRequest | None] = asyncio.Queue()
         self._received: asyncio.Queue[pb.ProcessingResponse | StreamError | None] = asyncio.Queue()
         self.task = asyncio.create_task(self._run(service))
@@ -67,6 +68,10 @@ class LocalStream:
 
     def cancel(self) -> None:
         self.task.cancel()
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        """For the service: `ServicerContext.invocation_metadata`."""
+        return [("x-kvreturn-role", self._role)] if self._role else []
 
     async def write(self, message: pb.ProcessingResponse | bytes) -> None:
         """For the service: `ServicerContext.write`."""

@@ -182,6 +182,10 @@ def test_a_time_is_a_positive_number_of_seconds(tmp_path: Path, name: str, value
         ),
         ("envoy: {admin: 127.0.0.1:8000}\n", "4: envoy.listen and envoy.admin: both are 127.0.0.1:8000"),
         (
+            "envoy: {orchestrated: {decode_listen: '127.0.0.1:9090'}}\n",
+            "4: listen and envoy.orchestrated.decode_listen: both are 127.0.0.1:9090",
+        ),
+        (
             "workers: 3\nsecret: s\nstore: {url: 'redis://a'}\nenvoy: {admin: 127.0.0.1:9095}\n",
             "7: admin of worker 2 and envoy.admin: both are 127.0.0.1:9095",
         ),

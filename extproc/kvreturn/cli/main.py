@@ -8,7 +8,9 @@ import kvreturn
 
 _COMMANDS = {
     "analyze": "Tell from logs whether read-back is worth it.",
+    "bench": "Play the same conversations with and without read-back on a deployment, and compare.",
     "demo": "Play a multi-turn agent conversation, with and without read-back, and compare.",
+    "doctor": "Check a running deployment, or its files, and say what to do.",
     "envoy-config": "Print a complete Envoy bootstrap for the configured pools.",
     "serve": "Run the ext_proc server.",
     "sim": "Run a simulated vLLM node.",

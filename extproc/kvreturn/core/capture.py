@@ -181,7 +181,7 @@ class BodyCapture:
         answer: collects the answer.
         limit: bytes up to which the body is parsed; a larger one goes on as it comes, without its handle.
         ids: whether the answer brings all token ids, and whether the client may see them.
-        refusal: for an error, which need not be JSON: makes of its body what the client may see.
+        rewrite: makes of the whole body, which need not be JSON, what goes on; None to take out what is hidden.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class BodyCapture:
         limit: int,
         *,
         ids: Ids | None = None,
-        refusal: Callable[[bytes], bytes] | None = None,
+        rewrite: Callable[[bytes], bytes] | None = None,
     ) -> None:
         self.handle: bytes | None = None
         self.ids: TokenIds | None = None
@@ -199,7 +199,7 @@ class BodyCapture:
         self._answer = answer
         self._limit = limit
         self._ids = ids
-        self._refusal = refusal
+        self._rewrite = rewrite
         self._body: bytearray | None = bytearray()
         self._begun = False
         self._open = 0  # braces, those in strings counted too
@@ -216,7 +216,7 @@ class BodyCapture:
         self._body += data
         if not self._begun:
             first = self._body.lstrip(b" \t\r\n")[:1]
-            if first and first != b"{" and self._refusal is None:
+            if first and first != b"{" and self._rewrite is None:
                 # No JSON object. But it may be events, whatever their headers say.
                 self._stripper = MemberStripper(HIDDEN, lines=True)
                 return self._stripper.decode(self._release())
@@ -239,7 +239,7 @@ class BodyCapture:
         if whole is not None:
             return whole
         body = self._release()
-        return self._refusal(body) if self._refusal else _strip_text(body)
+        return self._rewrite(body) if self._rewrite else _strip_text(body)
 
     def collect(self) -> None:
         """See `Capture.collect`. Nothing to do: the body is read when it is whole."""
@@ -265,7 +265,7 @@ class BodyCapture:
             self.handle = self.ids = None
             stripped = _strip_text(body)
         self._body = None
-        return self._refusal(body) if self._refusal else stripped
+        return self._rewrite(body) if self._rewrite else stripped
 
 
 def strip_body(text: bytes) -> tuple[bytes, bytes | None]:

@@ -42,7 +42,7 @@ def leave(turn: "Turn", capture: Capture, decode_node: str | None) -> Put | None
         job = _job(turn, capture, handle, record)
         if keys and record.ttl > 0 and (job or turn.reads_later):
             turn.facts.captured = True
-            return Put(keys, record, job)
+            return Put(keys, record, job, turn.conversation_key)
         reason = Outcome.UNPROVEN if not keys else Outcome.DISABLED if record.ttl > 0 else Outcome.EXPIRED
     if handle:
         turn.spare.append(_record(turn, handle, node))

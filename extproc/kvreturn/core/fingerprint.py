@@ -52,6 +52,10 @@ class Scope:
         """Where it is stored which nodes a session of this model used last."""
         return b"s" + _digest(self.key, self.tenant + b"\0session\0" + canonical([model, session]))
 
+    def conversation_key(self, session: str) -> bytes:
+        """What records are kept together by that a session of any model left: its owner may end it."""
+        return b"c" + _digest(self.key, self.tenant + b"\0conversation\0" + session.encode(errors="surrogatepass"))
+
     def salt(self, own: str) -> str:
         """A `cache_salt` that only this tenant's requests have.
 
@@ -65,6 +69,16 @@ class Scope:
         """Where it is stored which node keeps a response."""
         text = response_id.encode(errors="surrogatepass")
         return b"r" + _digest(self.key, self.tenant + b"\0response\0" + text)
+
+    def leg_key(self, engine: str, request: str, prompt: bytes) -> bytes:
+        """Where it is stored what the P leg of a turn knew, for its D leg.
+
+        Args:
+            engine: id of P's engine.
+            request: id of P's request, which names its blocks.
+            prompt: digest of all that shapes the prompt: from a leg with another prompt nothing is found.
+        """
+        return b"l" + _digest(self.key, self.tenant + b"\0leg\0" + canonical([engine, request]) + b"\0" + prompt)
 
     def anybodys_key(self, response_id: str) -> bytes:
         """Where it is stored that some tenant has a response of this id."""

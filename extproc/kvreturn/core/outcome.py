@@ -39,6 +39,8 @@ class Outcome(StrEnum):
     """The turn before had several choices or prompts, whose handle may belong to any of them."""
     DISABLED = "disabled"
     """`proof: off` for this model."""
+    FOREIGN_HANDLE = "foreign_handle"
+    """The orchestrator's prefill request carries a handle of its own (docs/roles.md); ours stays where it is."""
     DECODE_ALONE = "decode_alone"
     """Only D can run this request; the detail says why: `previous_response_id`, `background`, `several_prompts`, ..."""
     READ_FAILED = "read_failed"

@@ -1,13 +1,19 @@
 """What the core asks of the world, and what it gets back. Adapters implement these; the core names them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvreturn.core.handle import Handle
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.returning import Job
+
+T = TypeVar("T")
+
+
+PRESENCE = 15.0
+"""Seconds after which a router that no longer tells of itself is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +62,77 @@ class Taken:
     ticket: bytes | None = field(default=None, compare=False)  # names the record, and is no part of it
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A record as people may see it. None for what the store cannot tell cheaply.
+
+    Attributes:
+        name: digest that stands for it.
+        conversation: digest of the client's own conversation, None if it named none.
+        ttl: seconds until it goes.
+        size: bytes of the handle.
+        handle: whether there is one; otherwise it is a note (where a session or response is, why there is no handle).
+        decode_node: address of the D that holds the conversation.
+        prefill_node: address of the P that computed its prompt.
+        turns: how many turns of the conversation are known.
+    """
+
+    name: str
+    conversation: str | None
+    ttl: float
+    size: int
+    handle: bool
+    decode_node: str | None = None
+    prefill_node: str | None = None
+    turns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What a store holds.
+
+    Attributes:
+        kind: `memory` or `redis`.
+        records: how many records; of Redis, how many keys its database has.
+        size: bytes of the records; None if that is not known.
+        some: some of the records, the newest first where the store knows.
+    """
+
+    kind: str
+    records: int
+    size: int | None
+    some: Sequence[Held]
+
+
 class SessionStore(Protocol):
     """Keeps records by key. Errors and delays are the caller's to bound."""
 
-    async def put(self, keys: Sequence[bytes], record: Record) -> bytes:
-        """Keep a record under all of these keys. Returns a ticket that names it."""
+    async def put(self, keys: Sequence[bytes], record: Record, conversation: bytes | None = None) -> bytes:
+        """Keep a record under all of these keys. Returns a ticket that names it.
+
+        Args:
+            keys: where it is looked for.
+            record: the record.
+            conversation: key of the client's own conversation that it belongs to, for `end`.
+        """
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """Take the record under the first of these keys that has one. Atomic: a handle is taken once."""
 
-    async def abandon(self) -> Sequence[Record]:
-        """This router stops. Returns the records whose handles go with it; none if others share the store."""
+    async def end(self, conversation: bytes) -> Sequence[Taken]:
+        """Take all records of a conversation, those without a handle too: of very many, the newest ones."""
+
+    def take_all(self) -> AsyncIterator[Sequence[Taken]]:
+        """Take all handles of all conversations, some at a time."""
+
+    async def present(self) -> None:
+        """Tell those who share the store that this router runs, for the next `PRESENCE` seconds."""
+
+    async def leave(self) -> bool:
+        """This router stops, or is about to. Returns whether no other one shares the store."""
+
+    async def look(self, most: int) -> Holding:
+        """What there is, for people to look at: as much as can be told cheaply, and at most so many records."""
 
     async def replace(self, ticket: bytes, record: Record) -> bool:
         """Put another record in the place of one that is still there. Atomic; False if it is not."""
@@ -237,8 +303,16 @@ class Put:
         keys: where.
         record: what.
         job: how P would get back at once what D holds, if the policy allows it and the tokens are known.
+        conversation: key of the client's own conversation, None if it named none.
     """
 
     keys: Sequence[bytes]
     record: Record
     job: Job | None = None
+    conversation: bytes | None = None
+
+
+def expect(kind: type[T], value: object) -> T:
+    """The result of an effect, which must be of the kind that answers it."""
+    assert isinstance(value, kind), f"sent a {type(value).__name__} where {kind.__name__} was asked for"
+    return value

@@ -58,12 +58,22 @@ def scrub_body(body: ObjectText) -> ObjectText:
     Raises:
         JSONTextError: a member that might hold them cannot be read.
     """
+    body = scrub_nested(body)
+    return ObjectText(body.without(HIDDEN)) if any(name in body for name in HIDDEN) else body
+
+
+def scrub_nested(body: ObjectText) -> ObjectText:
+    """The same, but that members of the body itself stay: an orchestrator's are there, and nowhere else.
+
+    Raises:
+        JSONTextError: as above.
+    """
     values = [body.text[m.value : m.end] for m in body.members if m.name in _CONTAINERS]
     if sum(map(len, values)) > _CONTAINER_BYTES:
         raise JSONTextError(f"{', '.join(_CONTAINERS)} hold more than {_CONTAINER_BYTES} bytes")
     if any(hint in value for value in values for hint in _HINTS):
-        body = ObjectText(body.map_values(_CONTAINERS, lambda raw: drop_nested(raw, HIDDEN)))
-    return ObjectText(body.without(HIDDEN)) if any(name in body for name in HIDDEN) else body
+        return ObjectText(body.map_values(_CONTAINERS, lambda raw: drop_nested(raw, HIDDEN)))
+    return body
 
 
 def stamped(body: ObjectText, api: API, scope: Scope | None) -> ObjectText:

@@ -6,7 +6,6 @@ order of things is read from top to bottom, and whoever drives it owns sockets, 
 
 import json
 from collections.abc import Callable, Generator
-from typing import TypeVar
 
 from kvreturn.core.api.base import API, Answer, BadRequestError, Prompt, TooLongError, read_model
 from kvreturn.core.api.completions import Completions, prefill_tokens
@@ -38,17 +37,17 @@ from kvreturn.core.ports import (
     Result,
     Take,
     Taken,
+    expect,
 )
 from kvreturn.core.prefill import PrefillAnswer, PrefillError, read_prefill
 from kvreturn.core.scrub import scrub_body, stamped
 
 # How much busier than the idlest node one may be that is chosen only because the session was there last: its cache
 # spares part of a prompt at best. In tokens on P, in requests on D.
-_SLACK_TOKENS, _SLACK_REQUESTS = 16_384, 4
+SLACK_TOKENS, _SLACK_REQUESTS = 16_384, 4
 _TOKENIZE_SECONDS = 2.0  # /tokenize took 27 ms for 8,800 tokens; a node that takes longer is no help
 _BAD = 400, "BadRequestError", "refused"
 _TOO_LONG = 413, "RequestEntityTooLarge", "history"
-T = TypeVar("T")
 
 
 class Turn:
@@ -85,6 +84,7 @@ class Turn:
         self.prompt_ids: bytes | None = None  # as P has them, raw
         self.spare: list[Record] = []  # with handles that will not be used
         self.session_key: bytes | None = None
+        self.conversation_key: bytes | None = None
         self._find_session = session
         self._hinted = False  # the nodes are those that the session used last: no reason to wait for them
         self._scope = scope
@@ -109,25 +109,26 @@ class Turn:
             return Refuse(status, self.api.error(f"kvreturn: {e}", kind, status), why=why)
 
     def _decide(self, body: bytes) -> Generator[Effect, Result, Forward | Refuse]:
-        self.body = scrub_body(ObjectText(body))
-        model = read_model(self.body)
-        self.policy = self._policy_for(model)
-        self._identify(model)
-        self.prompt = self.api.read(self.body, strict=self.policy.strict, longest=self.policy.history)
-        self.trail = self._scope.trail(self.prompt.root, self.prompt.items)
-        self.ids = plan_ids(self.prompt, self.policy, self.body)
-        if self.prompt.alone:
-            self.facts.outcome, self.facts.detail = Outcome.DECODE_ALONE, self.prompt.alone
+        prompt = self._read(scrub_body(ObjectText(body)))
+        self.ids = plan_ids(prompt, self.policy, self.body)
+        if prompt.alone:
+            self.facts.outcome, self.facts.detail = Outcome.DECODE_ALONE, prompt.alone
             return self._alone()
         attached = yield from self._find()
         return (yield from self._prefill(attached))
 
-    def _identify(self, model: str) -> None:
-        """Whose request this is, as far as nodes and the store need to know."""
-        session = self._find_session(self.body)
+    def _read(self, body: ObjectText) -> Prompt:
+        """Whose request this is, as far as nodes and the store need to know, and what shapes its prompt."""
+        model = read_model(body)
+        self.policy = self._policy_for(model)
+        session = self._find_session(body)
         if session and self.policy.remembers:
             self.facts.session, self.session_key = session.source, self._scope.session_key(model, session.id)
-        self.body = stamped(self.body, self.api, self._scope if self.policy.salts else None)
+            self.conversation_key = self._scope.conversation_key(session.id)
+        self.body = stamped(body, self.api, self._scope if self.policy.salts else None)
+        prompt = self.prompt = self.api.read(self.body, strict=self.policy.strict, longest=self.policy.history)
+        self.trail = self._scope.trail(prompt.root, prompt.items)
+        return prompt
 
     def _find(self) -> Generator[Effect, Result, Attached | None]:
         """Take the predecessor's handle, and see whether and how it may be attached."""
@@ -136,7 +137,7 @@ class Turn:
         if not self.policy.remembers:
             self.facts.outcome = Outcome.DISABLED
             return None
-        taken = self.taken = _expect(Taken, (yield Take(self.trail.candidates(self.session_key))))
+        taken = self.taken = expect(Taken, (yield Take(self.trail.candidates(self.session_key))))
         record = taken.record
         if record:
             self.decode_node, self.prefill_node = record.decode_node, record.prefill_node
@@ -162,7 +163,7 @@ class Turn:
 
     def _follow(self, session: bytes) -> Generator[Effect, Result, None]:
         """Nothing is known of the conversation, but of its session: go where that was last, if it costs no waiting."""
-        known = _expect(Taken, (yield Recall(session))).record
+        known = expect(Taken, (yield Recall(session))).record
         if known:
             self._hinted = True
             self.decode_node, self.prefill_node = known.decode_node, known.prefill_node
@@ -175,7 +176,7 @@ class Turn:
         self.facts.returned, self.facts.handle_age = record.returned, self.taken.age
         self.facts.outcome = Outcome.RETURNED
         if record.pending:
-            reason = _expect(Awaited, (yield Await(self.taken.ticket))).reason
+            reason = expect(Awaited, (yield Await(self.taken.ticket))).reason
             if reason:
                 # Whatever became of it: all that it can leave on P is its own prompt's blocks.
                 self.facts.outcome, self.facts.detail = Outcome.RETURN_FAILED, reason
@@ -207,7 +208,7 @@ class Turn:
             if not self.prompt.tokenizable:
                 raise Objection(Outcome.UNPROVEN, "not_tokenizable")
             ask = Ask("/tokenize", self.api.tokenize_body(self.body), prefer=node, within=_TOKENIZE_SECONDS)
-            reply = _expect(Reply, (yield ask))
+            reply = expect(Reply, (yield ask))
             tokens, node = read_tokens(reply), reply.node
         salt = self.body.load("cache_salt") or ""
         attached = prove_with_tokens(handle, tokens, self.policy.secret, lora=self.prompt.model, cache_salt=salt)
@@ -259,9 +260,9 @@ class Turn:
             prefer=self.prefill_node if self.prefill_node != avoid else None,
             avoid=avoid,
             last=last,
-            slack=_SLACK_TOKENS if self._hinted else None,
+            slack=SLACK_TOKENS if self._hinted else None,
         )
-        return read_prefill(_expect(Reply, (yield ask)), self.api)
+        return read_prefill(expect(Reply, (yield ask)), self.api)
 
     def _forward(self, answer: PrefillAnswer, attached: Attached | None) -> Forward:
         assert self.prompt
@@ -342,8 +343,3 @@ class Turn:
             return None  # failed or cut off: it leaves nothing
         self._settled = True
         return leave(self, capture, decode_node)
-
-
-def _expect(kind: type[T], value: object) -> T:
-    assert isinstance(value, kind), f"sent a {type(value).__name__} where {kind.__name__} was asked for"
-    return value

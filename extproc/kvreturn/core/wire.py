@@ -71,6 +71,7 @@ class Report:
         prompt: what P's prompt was (see `prompt_digest`), for D to compare; None if P cannot tell.
         expires: when P's lease on its blocks ends, in seconds of P's monotonic clock, for D; None if P cannot tell.
         ids: the prompt's token ids, for the router; None if it did not ask, or the prompt is more than tokens.
+        about: what runs on the node (docs/handle-format.md); None if nobody asked.
     """
 
     proven: int
@@ -80,6 +81,7 @@ class Report:
     prompt: str | None = None
     expires: float | None = None
     ids: Sequence[int] | None = None
+    about: Mapping[str, Any] | None = None
 
 
 def chain_seed(secret: bytes, *, lora: str = "", cache_salt: str = "") -> bytes:
@@ -284,6 +286,8 @@ def dump_report(report: Report) -> dict[str, Any]:
         out["expires"] = report.expires
     if report.ids is not None:
         out["ids"] = list(report.ids)
+    if report.about is not None:
+        out["about"] = dict(report.about)
     return out
 
 
@@ -294,7 +298,7 @@ def load_report(obj: object) -> Report:
         WireError: missing (`no_digests`), another format version (`version`), or malformed.
     """
     obj = _versioned(obj)
-    reason, prompt = obj.get("reason"), obj.get("prompt")
+    reason, prompt, about = obj.get("reason"), obj.get("prompt"), obj.get("about")
     word = isinstance(reason, str) and reason.isascii() and reason.isidentifier() and len(reason) <= 32  # noqa: PLR2004
     return Report(
         proven=_count(obj, "proven"),
@@ -304,6 +308,7 @@ def load_report(obj: object) -> Report:
         prompt=prompt if isinstance(prompt, str) else None,
         expires=seconds(obj.get("expires")),
         ids=_token_ids(obj, "ids") if "ids" in obj else None,
+        about=about if isinstance(about, Mapping) else None,
     )
 
 

@@ -50,15 +50,15 @@ class Counts:
 
 async def counts(session: aiohttp.ClientSession, url: str) -> Counts:
     """Read what a node has counted so far."""
-    samples = await _scrape(session, url)
-    sources = _by(samples, _SOURCE, "source")
+    samples = await scrape(session, url)
+    sources = by_label(samples, _SOURCE, "source")
     nixl = [sum(s.value for s in samples if s.name == name) for name in _NIXL]
     return Counts(*(int(n) for n in (sources.get(_COMPUTED, 0), sources.get(_READ, 0), *nixl)))
 
 
 async def prompt_tokens_by_source(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     """Read vLLM's counter of prompt tokens by where their KV came from."""
-    return _by(await _scrape(session, url), _SOURCE, "source")
+    return by_label(await scrape(session, url), _SOURCE, "source")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +82,13 @@ class RouterCounts:
 
 async def router_counts(session: aiohttp.ClientSession, url: str, model: str) -> RouterCounts:
     """Read what a router has counted so far; turns are those of one model."""
-    samples = await _scrape(session, url)
+    samples = await scrape(session, url)
 
     def total(name: str, **labels: str) -> float:
         return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
     return RouterCounts(
-        turns=_by(samples, _TURNS, "outcome", model=model),
+        turns=by_label(samples, _TURNS, "outcome", model=model),
         read_back=int(total(_READ_BACK)),
         begun=int(total(_CHOICES, choice="eager")),
         ended=int(total(_RETURNS)),
@@ -119,13 +119,14 @@ async def settled(
     raise TimeoutError(f"no turn of model {model} and its return were counted by the router within {_PATIENCE:g} s")
 
 
-async def _scrape(session: aiohttp.ClientSession, url: str) -> list[Sample]:
+async def scrape(session: aiohttp.ClientSession, url: str) -> list[Sample]:
+    """All samples of a metrics endpoint."""
     async with session.get(url) as response:
         text = await response.text()
     return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
 
-def _by(samples: list[Sample], name: str, label: str, **labels: str) -> dict[str, float]:
+def by_label(samples: list[Sample], name: str, label: str, **labels: str) -> dict[str, float]:
     """Add up one metric's samples by one label; others that are given must match."""
     found: dict[str, float] = {}
     for sample in samples:

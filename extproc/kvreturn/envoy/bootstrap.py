@@ -11,7 +11,7 @@ from kvreturn.core.address import split_address
 from kvreturn.envoy import names
 from kvreturn.envoy.clusters import bind_address, node_cluster, router_cluster
 from kvreturn.envoy.filters import message_timeout
-from kvreturn.envoy.listeners import client_listener, prefill_listener
+from kvreturn.envoy.listeners import client_listener, orchestrated_listeners, prefill_listener
 from kvreturn.envoy.ports import is_ip, is_loopback
 from kvreturn.envoy.protos import Any, bootstrap_pb, connections_pb, overload_pb
 
@@ -35,7 +35,7 @@ def build(settings: Settings) -> bootstrap_pb.Bootstrap:
     limit = connections_pb.DownstreamConnectionsConfig(max_active_downstream_connections=_MAX_CLIENT_CONNECTIONS)
     return bootstrap_pb.Bootstrap(
         static_resources=bootstrap_pb.BootstrapStaticResources(
-            listeners=[client_listener(settings), prefill_listener(settings)],
+            listeners=[client_listener(settings), prefill_listener(settings), *orchestrated_listeners(settings)],
             clusters=[
                 node_cluster(names.DECODE_CLUSTER, pools.decode, names.DECODE_NODE_KEY, health),
                 node_cluster(names.PREFILL_CLUSTER, pools.prefill, names.PREFILL_NODE_KEY, health),
@@ -83,6 +83,12 @@ def warnings(settings: Settings) -> list[str]:
         found.append(
             f"the prefill listener {envoy.prefill_listen} is not on a loopback address: whoever reaches it sends "
             "handles to any prefill node. Set envoy.prefill_listen to a loopback address."
+        )
+    orchestrated = envoy.orchestrated
+    if orchestrated and not (is_loopback(orchestrated.prefill_listen) and is_loopback(orchestrated.decode_listen)):
+        found.append(
+            "the addresses of envoy.orchestrated are not both on loopback: whoever reaches them is trusted as the "
+            "orchestrator is, and may send transfer parameters to any node. Let no client reach them."
         )
     if not is_loopback(envoy.admin):
         found.append(

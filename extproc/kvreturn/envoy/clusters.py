@@ -69,18 +69,7 @@ def node_cluster(name: str, nodes: Sequence[str], metadata_key: str, health_chec
     ]
     # A node that refuses a connection gets no more until the next health check. Its answers do not count: one that
     # answers 500 to a bad request is up.
-    cluster.outlier_detection = cluster_pb.OutlierDetection(
-        split_external_local_origin_errors=True,
-        consecutive_local_origin_failure=1,
-        enforcing_consecutive_local_origin_failure=100,
-        enforcing_local_origin_success_rate=0,
-        enforcing_consecutive_5xx=0,
-        enforcing_consecutive_gateway_failure=0,
-        enforcing_success_rate=0,
-        interval=timedelta(seconds=1),
-        base_ejection_time=timedelta(seconds=5),
-        max_ejection_percent=50,
-    )
+    cluster.outlier_detection = _refusing(timedelta(seconds=5))
     cluster.typed_extension_protocol_options[_HTTP_OPTIONS] = Any.pack(
         http_pb.HttpProtocolOptions(
             common_http_protocol_options=core_pb.HttpProtocolOptions(idle_timeout=_NODE_IDLE),
@@ -129,6 +118,25 @@ def _spread(cluster: cluster_pb.Cluster) -> None:
             grpc_health_check=core_pb.HealthCheckGrpcHealthCheck(),
         )
     ]
+    # A router that died gets no more streams from the first one on that it broke off or refused: the health check would
+    # find out a second later. It ends the ejection too.
+    cluster.outlier_detection = _refusing(timedelta(seconds=1))
+
+
+def _refusing(ejection: timedelta) -> cluster_pb.OutlierDetection:
+    """Ejects a host that refuses or breaks a connection, whatever it answers otherwise."""
+    return cluster_pb.OutlierDetection(
+        split_external_local_origin_errors=True,
+        consecutive_local_origin_failure=1,
+        enforcing_consecutive_local_origin_failure=100,
+        enforcing_local_origin_success_rate=0,
+        enforcing_consecutive_5xx=0,
+        enforcing_consecutive_gateway_failure=0,
+        enforcing_success_rate=0,
+        interval=timedelta(seconds=1),
+        base_ejection_time=ejection,
+        max_ejection_percent=50,
+    )
 
 
 def _cluster(name: str, addresses: Sequence[str], connect_timeout: timedelta) -> cluster_pb.Cluster:

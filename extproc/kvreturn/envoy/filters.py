@@ -1,6 +1,7 @@
 """The HTTP filters of the bootstrap."""
 
 from datetime import timedelta
+from typing import Literal
 
 import betterproto2
 
@@ -16,6 +17,7 @@ from kvreturn.envoy.protos import (
     lua_pb,
     matcher_pb,
     mutation_pb,
+    previous_hosts_pb,
     router_pb,
 )
 
@@ -36,20 +38,26 @@ function envoy_on_request(handle)
 end
 """
 
+Role = Literal["gateway", "prefill", "decode"]
+
 
 def message_timeout(settings: Settings) -> float:
     """Seconds that the router may take for one message: it answers a request only after the prefill leg."""
     return settings.prefill.timeout + 5
 
 
-def ext_proc(settings: Settings) -> hcm_pb.HttpFilter:
-    """The filter that calls the router."""
+def ext_proc(settings: Settings, role: Role) -> hcm_pb.HttpFilter:
+    """The filter that calls the router in a role."""
     send, skip = ext_proc_pb.ProcessingModeHeaderSendMode.SEND, ext_proc_pb.ProcessingModeHeaderSendMode.SKIP
     request = ext_proc_pb.ProcessingModeBodySendMode[settings.envoy.request_body_mode]
     response = ext_proc_pb.ProcessingModeBodySendMode[settings.envoy.response_body_mode]
     full_duplex = ext_proc_pb.ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
     config = ext_proc_pb.ExternalProcessor(
-        grpc_service=core_pb.GrpcService(envoy_grpc=core_pb.GrpcServiceEnvoyGrpc(cluster_name=names.ROUTER_CLUSTER)),
+        grpc_service=core_pb.GrpcService(
+            envoy_grpc=core_pb.GrpcServiceEnvoyGrpc(cluster_name=names.ROUTER_CLUSTER),
+            initial_metadata=[] if role == names.GATEWAY else [core_pb.HeaderValue(key=names.ROLE_HEADER, value=role)],
+            retry_policy=_another_router() if len(settings.envoy.routers or settings.router_listens()) > 1 else None,
+        ),
         # Never let a body pass unread: it could carry a client's own kv_transfer_params (field report 31).
         failure_mode_allow=False,
         processing_mode=ext_proc_pb.ProcessingMode(
@@ -72,6 +80,27 @@ def ext_proc(settings: Settings) -> hcm_pb.HttpFilter:
         ),
     )
     return _filter(names.EXT_PROC_FILTER, config)
+
+
+def _another_router() -> core_pb.RetryPolicy:
+    """A stream that the one router has not taken goes to another one.
+
+    Only what no router can have begun with: who refuses a connection, or a stream in HTTP/2's own words, has seen
+    nothing of it.
+    """
+    elsewhere = core_pb.RetryPolicyRetryHostPredicate(
+        name="envoy.retry_host_predicates.previous_hosts",
+        typed_config=Any.pack(previous_hosts_pb.PreviousHostsPredicate()),
+    )
+    return core_pb.RetryPolicy(
+        retry_on=",".join(names.UNTAKEN),
+        num_retries=2,
+        retry_back_off=core_pb.BackoffStrategy(
+            base_interval=timedelta(milliseconds=5), max_interval=timedelta(milliseconds=50)
+        ),
+        retry_host_predicate=[elsewhere],
+        host_selection_retry_max_attempts=3,
+    )
 
 
 def node_guard(key: str) -> hcm_pb.HttpFilter:

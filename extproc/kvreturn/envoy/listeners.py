@@ -41,10 +41,37 @@ _ESCAPED_SLASHES = hcm_pb.HttpConnectionManagerPathWithEscapedSlashesAction.UNES
 
 def client_listener(settings: Settings) -> listener_pb.Listener:
     """Where clients connect: all passes the router but GET, HEAD and OPTIONS of what is no stored response."""
-    hcm = hcm_pb.HttpConnectionManager(
-        stat_prefix="client",
-        route_config=route_pb.RouteConfiguration(name="client", virtual_hosts=[_client_routes(settings)]),
-        http_filters=[filters.ext_proc(settings), filters.node_guard(names.DECODE_NODE_KEY), filters.router()],
+    hcm = _through_router(settings, _decode_routes(settings, "client"), names.GATEWAY, names.DECODE_NODE_KEY)
+    # Inbound: draining closes this listener only, and running turns still reach their prefill nodes.
+    return _listener("client", settings.envoy.listen, hcm, core_pb.TrafficDirection.INBOUND)
+
+
+def orchestrated_listeners(settings: Settings) -> list[listener_pb.Listener]:
+    """Where an orchestrator finds prefill and decode nodes, if there is one."""
+    ours = settings.envoy.orchestrated
+    if ours is None:
+        return []
+    prefill = _through_router(settings, _prefill_routes(settings), names.PREFILL, names.PREFILL_NODE_KEY)
+    prefill.local_reply_config = None
+    routes = _decode_routes(settings, "orchestrated_decode")
+    decode = _through_router(settings, routes, names.DECODE, names.DECODE_NODE_KEY)
+    listeners = [
+        _listener("orchestrated_prefill", ours.prefill_listen, prefill, core_pb.TrafficDirection.OUTBOUND),
+        _listener("orchestrated_decode", ours.decode_listen, decode, core_pb.TrafficDirection.OUTBOUND),
+    ]
+    for listener in listeners:
+        listener.ignore_global_conn_limit = True  # that limit is for clients
+    return listeners
+
+
+def _through_router(
+    settings: Settings, host: route_pb.VirtualHost, role: filters.Role, node_key: str
+) -> hcm_pb.HttpConnectionManager:
+    """Requests pass the router, which has this role and names the node under this key."""
+    return hcm_pb.HttpConnectionManager(
+        stat_prefix=host.name,
+        route_config=route_pb.RouteConfiguration(name=host.name, virtual_hosts=[host]),
+        http_filters=[filters.ext_proc(settings, role), filters.node_guard(node_key), filters.router()],
         common_http_protocol_options=core_pb.HttpProtocolOptions(idle_timeout=timedelta(hours=1)),
         server_header_transformation=_SERVER_HEADER,
         stream_idle_timeout=timedelta(seconds=settings.envoy.stream_idle_timeout),
@@ -64,8 +91,6 @@ def client_listener(settings: Settings) -> listener_pb.Listener:
         merge_slashes=True,
         path_with_escaped_slashes_action=_ESCAPED_SLASHES,
     )
-    # Inbound: draining closes this listener only, and running turns still reach their prefill nodes.
-    return _listener("client", settings.envoy.listen, hcm, core_pb.TrafficDirection.INBOUND)
 
 
 def prefill_listener(settings: Settings) -> listener_pb.Listener:
@@ -107,28 +132,41 @@ def body_limit(settings: Settings) -> int:
     return settings.limits.request_bytes + settings.limits.event_bytes
 
 
-def _client_routes(settings: Settings) -> route_pb.VirtualHost:
+def _decode_routes(settings: Settings, name: str) -> route_pb.VirtualHost:
     to_decode = route_pb.RouteAction(
         cluster=names.DECODE_CLUSTER, timeout=_FOREVER
     )  # a stream takes as long as it takes
-    methods = matcher_pb.StringMatcher(safe_regex=matcher_pb.RegexMatcher(regex=_METHODS_WITHOUT_BODY))
-    plain = route_pb.Route(
-        name="plain",
-        match=route_pb.RouteMatch(prefix="/", headers=[route_pb.HeaderMatcher(name=":method", string_match=methods)]),
-        route=to_decode,
-        typed_per_filter_config={names.EXT_PROC_FILTER: Any.pack(ext_proc_pb.ExtProcPerRoute(disabled=True))},
-    )
     # A WebSocket begins with GET. With another method its body would never end, and no turn would ever begin.
     websocket = route_pb.RouteActionUpgradeConfig(upgrade_type="websocket", enabled=False)
     turns = route_pb.RouteAction(cluster=names.DECODE_CLUSTER, timeout=_FOREVER, upgrade_configs=[websocket])
     inference = route_pb.Route(name="inference", match=route_pb.RouteMatch(prefix="/"), route=turns)
     # A stored response has its turn's handle in it, and the router knows which node keeps it.
     stored = route_pb.Route(name="stored", match=route_pb.RouteMatch(prefix=names.STORED_RESPONSES), route=turns)
+    return _host(settings, name, [stored, _plain(to_decode), inference])
+
+
+def _prefill_routes(settings: Settings) -> route_pb.VirtualHost:
+    timeout = timedelta(seconds=settings.prefill.timeout)
+    to_prefill = route_pb.RouteAction(cluster=names.PREFILL_CLUSTER, timeout=timeout)
+    inference = route_pb.Route(name="inference", match=route_pb.RouteMatch(prefix="/"), route=to_prefill)
+    return _host(settings, "orchestrated_prefill", [_plain(to_prefill), inference])
+
+
+def _plain(action: route_pb.RouteAction) -> route_pb.Route:
+    """Requests that have no body go past the router."""
+    methods = matcher_pb.StringMatcher(safe_regex=matcher_pb.RegexMatcher(regex=_METHODS_WITHOUT_BODY))
+    return route_pb.Route(
+        name="plain",
+        match=route_pb.RouteMatch(prefix="/", headers=[route_pb.HeaderMatcher(name=":method", string_match=methods)]),
+        route=action,
+        typed_per_filter_config={names.EXT_PROC_FILTER: Any.pack(ext_proc_pb.ExtProcPerRoute(disabled=True))},
+    )
+
+
+def _host(settings: Settings, name: str, routes: list[route_pb.Route]) -> route_pb.VirtualHost:
     # Here and not as the connection's limit: that one also holds for responses, and would let every slow reader make
     # Envoy keep as much.
-    return route_pb.VirtualHost(
-        name="client", domains=["*"], routes=[stored, plain, inference], request_body_buffer_limit=body_limit(settings)
-    )
+    return route_pb.VirtualHost(name=name, domains=["*"], routes=routes, request_body_buffer_limit=body_limit(settings))
 
 
 def _listener(

@@ -1,5 +1,7 @@
 """Names that the router and Envoy's configuration must agree on. Cheap to import: the server needs them too."""
 
+from typing import Final
+
 METADATA_NAMESPACE = "kvreturn"
 """Dynamic metadata namespace; Envoy takes no other from the router."""
 
@@ -24,6 +26,14 @@ UPSTREAM_HEADER = "x-kvreturn-upstream"
 HEADER_PREFIX = "x-kvreturn-"
 """Prefix of our own headers; no client may send one."""
 
+ROLE_HEADER = "x-kvreturn-role"
+"""gRPC metadata by which an ext_proc filter or a route says which role the router has there; gateway if it does not."""
+
+GATEWAY: Final = "gateway"
+PREFILL: Final = "prefill"
+DECODE: Final = "decode"
+"""The roles."""
+
 UPSTREAM_ADDRESS = "upstream.address"
 """Attribute that comes with the response headers: `ip:port` of the node that Envoy chose."""
 
@@ -36,3 +46,6 @@ ROUTER_CLUSTER = "kvreturn_router"
 
 STORED_RESPONSES = "/v1/responses/"
 """Paths below this are about responses that a node keeps, and these have handles in them."""
+
+UNTAKEN = ("connect-failure", "refused-stream", "reset-before-request")
+"""Envoy's conditions for a retry under which no server has seen anything of the request."""

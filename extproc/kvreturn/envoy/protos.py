@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request import v3 as least_request_pb
     from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host import v3 as override_host_pb
     from envoy_data_plane.envoy.extensions.resource_monitors.downstream_connections import v3 as connections_pb
+    from envoy_data_plane.envoy.extensions.retry.host.previous_hosts import v3 as previous_hosts_pb
     from envoy_data_plane.envoy.extensions.upstreams.http import v3 as http_pb
     from envoy_data_plane.envoy.type import v3 as type_pb
     from envoy_data_plane.envoy.type.matcher import v3 as matcher_pb
@@ -54,6 +55,7 @@ __all__ = [
     "mutation_pb",
     "overload_pb",
     "override_host_pb",
+    "previous_hosts_pb",
     "route_pb",
     "router_pb",
     "stream_pb",

@@ -238,21 +238,21 @@ def _node_choice(s: Subject) -> Iterator[Finding]:
         where = f"clusters.{name}"
         if cluster.get("type") == "ORIGINAL_DST":
             yield where, "ORIGINAL_DST connects to any address that a header names; use STATIC or STRICT_DNS"
-        elif len(endpoints(cluster)) != 1 and not any(
-            _reads_our_choice(source) for source in _override_sources(cluster)
-        ):
-            what = (
-                f"no override_host policy that reads the metadata {names.METADATA_NAMESPACE}/{names.DECODE_NODE_KEY}: "
-                "the router's choice of a node has no effect"
-            )
-            yield where, what
+        elif len(endpoints(cluster)) != 1:
+            read = {_read_by(source) for source in _override_sources(cluster)}
+            for key in sorted({s.node_key(r) for r in s.routes if name in r.clusters} - read):
+                what = (
+                    f"no override_host policy that reads the metadata {names.METADATA_NAMESPACE}/{key}: "
+                    "the router's choice of a node has no effect"
+                )
+                yield where, what
 
 
 @_rule("p-timeouts")
 def _timeouts(s: Subject) -> Iterator[Finding]:
     for route in s.routes:
         timeout = seconds((route.action or {}).get("timeout"), _ENVOY_ROUTE_TIMEOUT)
-        if timeout:
+        if timeout and s.node_key(route) == names.DECODE_NODE_KEY:  # P's answers are not streamed
             yield route.where, f"timeout {timeout:g} s cuts longer answers; set it to 0s"
 
 
@@ -292,7 +292,8 @@ def _override_sources(cluster: Doc) -> Iterator[Doc]:
             yield from config.get("override_host_sources", [])
 
 
-def _reads_our_choice(source: Doc) -> bool:
+def _read_by(source: Doc) -> str | None:
+    """The key of ours that it reads."""
     metadata = source.get("metadata", {})
     path = [step.get("key") for step in metadata.get("path", [])]
-    return metadata.get("key") == names.METADATA_NAMESPACE and path == [names.DECODE_NODE_KEY]
+    return path[0] if metadata.get("key") == names.METADATA_NAMESPACE and len(path) == 1 else None

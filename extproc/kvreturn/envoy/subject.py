@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from kvreturn.envoy import names
 from kvreturn.envoy.reading import Chain, Doc, Modes, Route
 
 
@@ -59,6 +60,18 @@ class Subject:
         """The filter's processing mode, and those of routes that have their own."""
         own = [(where, o["processing_mode"]) for where, o in self.overrides if "processing_mode" in o]
         return [(w, Modes.read(m)) for w, m in [(self.where, self.config.get("processing_mode", {})), *own]]
+
+    def node_key(self, route: Route) -> str:
+        """The key of the metadata by which the router names a node there, as its role has it."""
+        override = route.filter_config(self.entry.get("name", "")).get("overrides", {})
+        said = [*override.get("grpc_initial_metadata", []), *self._grpc.get("initial_metadata", [])]
+        role = next((h.get("value") for h in said if h.get("key", "").lower() == names.ROLE_HEADER), None)
+        return names.PREFILL_NODE_KEY if role == names.PREFILL else names.DECODE_NODE_KEY
+
+    @property
+    def _grpc(self) -> Doc:
+        service: Doc = self.config.get("grpc_service", {})
+        return service
 
     @cached_property
     def guarded(self) -> set[str]:

@@ -34,6 +34,7 @@ log = logging.getLogger("kvreturn")
 _NOTICE = 1.0  # seconds between failing health checks and refusing streams: Envoy looks about once a second
 
 _EXPORT = 3.0  # seconds in which the last spans may be exported
+_FREES = 5.0  # seconds in which blocks that nobody will read may be freed
 _RETURNS = 5.0  # seconds in which returns that are under way may end
 
 
@@ -85,8 +86,7 @@ class Router:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(min(_NOTICE, seconds))
         await self._server.stop(seconds)
-        for record in await self.world.store.abandon():
-            self.world.returns.free(record, {})
+        await self.world.lifecycle.leave(min(seconds, _FREES))
         await self.world.returns.drain(min(seconds, _RETURNS))
         # `stop` does not wait for handlers that called abort (grpc#37239).
         if self._service.running:
@@ -100,7 +100,7 @@ class Router:
 
     async def _start_admin(self, address: str) -> None:
         host, port = split_address(address)
-        self._web = web.AppRunner(admin_app(self.world), access_log=None)
+        self._web = web.AppRunner(admin_app(self.world, host), access_log=None)
         await self._web.setup()
         try:
             await web.TCPSite(self._web, host, port).start()
@@ -130,7 +130,7 @@ async def running(settings: Settings) -> AsyncIterator[Router]:
     """A router for as long as the context lasts."""
     world = World.create(settings, tracing=Tracing.from_environ(os.environ))
     export = metrics_export(world.metrics, os.environ)
-    async with world.client, contextlib.aclosing(world.guard), world.pressure:
+    async with world.client, contextlib.aclosing(world.guard), world.lifecycle.presence(), world.pressure:
         router = Router(world)
         try:
             async with export or contextlib.nullcontext(), watching(world.metrics.loop_lag):

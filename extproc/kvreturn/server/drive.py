@@ -63,7 +63,7 @@ async def drive(
                 # vLLM's engine fails on two live requests of one id, so no client's id goes there.
                 named = {**headers, "x-request-id": world.new_id()}
                 left = begun + turn.policy.timeout - world.clock()
-                with record.prefill_leg(effect) as traced:
+                with record.prefill_leg(effect.path) as traced:
                     result = await world.client.ask(effect, {**named, **traced}, left)
                     record.replied(result)
     finally:

@@ -297,8 +297,8 @@ class Exchange:
     def _capture(self, content_type: str, status: int) -> Capture:
         answer = self._turn.answer if self._turn else self._api.answer()
         if status >= _ERRORS:
-            refusal = partial(strip_refusal, api=self._api, status=status)
-            return BodyCapture(answer, self._limits.response_bytes, refusal=refusal)
+            rewrite = partial(strip_refusal, api=self._api, status=status)
+            return BodyCapture(answer, self._limits.response_bytes, rewrite=rewrite)
         return open_capture(
             content_type,
             answer,

@@ -12,7 +12,7 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 from kvreturn.core.capture import Capture
 from kvreturn.core.choice import Fate
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Ask, Reply
+from kvreturn.core.ports import Reply
 from kvreturn.core.turn import Turn
 from kvreturn.server import summary
 from kvreturn.server.world import World
@@ -68,11 +68,11 @@ class TurnRecord:
         return self._turn.api.keeps and self._turn.body.load("store") is not False
 
     @contextmanager
-    def prefill_leg(self, ask: Ask) -> Iterator[Mapping[str, str]]:
+    def prefill_leg(self, path: str = "") -> Iterator[Mapping[str, str]]:
         """Times a request to a prefill node. Gives the headers that make the node's spans part of the trace."""
         facts, before = self._turn.facts, self._times.waited
         try:
-            with self.waiting(), self.trace.step(_LEGS.get(ask.path, "prefill"), SpanKind.CLIENT) as self._leg:
+            with self.waiting(), self.trace.step(_LEGS.get(path, "prefill"), SpanKind.CLIENT) as self._leg:
                 self._leg.set_attribute("kvreturn.handle.attached", facts.held is not None and not facts.retries)
                 yield headers_of(self._leg)
         finally:
@@ -153,8 +153,8 @@ class TurnRecord:
         if self._forwarded_at is None:
             self._world.metrics.retries.inc(self._turn.facts.retries)
 
-    def responded(self, status: int, node: str | None, content_type: str) -> None:
-        """D's headers are here."""
+    def responded(self, status: int, node: str | None, content_type: str = "") -> None:
+        """The node's headers are here."""
         self._status, self._node = status, node
         self._times.streamed = content_type.startswith("text/event-stream")
         self.trace.responded(status)
@@ -223,27 +223,35 @@ class TurnRecord:
                 facts.outcome = Outcome.REJECTED  # by us, by P, or by D before it had the whole request
         elif self._status is None and not facts.fallback:
             metrics.stranded.inc()
-        error = turn.answer.error or (str(self._status) if (self._status or 0) >= _ERRORS else None)
+        error, served = self._error(), self._status == _OK
+        metrics.turn(facts.outcome, turn.api.name, turn.prompt.model if turn.prompt else "", served=served)
+        self._tell(error)
+
+    @property
+    def _model(self) -> str:
+        """The model's name. One that no node knows is just what a client wrote."""
+        return self._turn.prompt.model if self._turn.prompt and self._status == _OK else ""
+
+    def _error(self) -> str | None:
+        """What the client got in place of an answer, counted."""
+        answer, metrics = self._turn.answer, self._world.metrics
+        error = answer.error or (str(self._status) if (self._status or 0) >= _ERRORS else None)
         # Clients may close as soon as they have the end, which is no loss to anybody.
-        if self._status is not None and not error and not self._ended and not turn.answer.finish_reasons:
+        if self._status is not None and not error and not self._ended and not answer.finish_reasons:
             metrics.incomplete.inc()
             error = "incomplete"
         if error:
             metrics.errors.labels(error if _STATUS.fullmatch(error) or error == "incomplete" else "in_band").inc()
-        model, served = turn.prompt.model if turn.prompt else "", self._status == _OK
-        metrics.turn(facts.outcome, turn.api.name, model, served=served)
-        self._tell(error, model if served else "")
+        return error
 
-    def _tell(self, error: str | None, title: str) -> None:
+    def _tell(self, error: str | None) -> None:
         turn, times, now = self._turn, self._times, self._world.clock()
         times.total = now - self._begun
         if self._forwarded_at is not None:
-            times.decode = now - self._forwarded_at
-            self._observe(times.decode)
+            self._observe(now - self._forwarded_at)
         if self.trace.on:
             self.trace.follows(turn.taken.record.trace if turn.taken.record else None)
-            answered = self._forwarded_at is not None and self._status == _OK
-            self.trace.end(title, summary.attributes(turn, times, answered=answered), error)
+            self.trace.end(self._model, summary.attributes(turn, times, answered=self._answered), error)
         advice = summary.hint(turn)
         if advice:
             self._world.warn_once(advice)
@@ -251,8 +259,13 @@ class TurnRecord:
             told = summary.fields(turn, times, self._status, error, self.trace.context)
             log.info("%s", summary.line(told), extra={"fields": told})
 
+    @property
+    def _answered(self) -> bool:
+        """Whether a decode node answered, to its end or not."""
+        return self._forwarded_at is not None and self._status == _OK
+
     def _observe(self, decode: float) -> None:
-        """Time a turn whose request went on."""
+        """Time a turn whose request went on, and to D for so long."""
         metrics = self._world.metrics
         metrics.decode_seconds.observe(decode)
         metrics.added_seconds.labels("request").observe(max(self._added["request"] - self._times.waited, 0.0))

@@ -16,12 +16,12 @@ from opentelemetry.trace import Span
 
 from kvreturn.core.arrival import ARRIVED, read_return
 from kvreturn.core.choice import Choice, Chooser, Fate, Moment, Pressure
-from kvreturn.core.handle import HandleError, read_handle
 from kvreturn.core.left import LeftTurns, Return
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Ask, Awaited, Put, Record, Reply
-from kvreturn.core.returning import PATH, Form, Job, ReturnError, free_body, probe_body, read_probe, return_body
+from kvreturn.core.ports import Ask, Awaited, Put, Record
+from kvreturn.core.returning import PATH, Form, Job, ReturnError, probe_body, read_probe, return_body
 from kvreturn.core.unseen import Unseen
+from kvreturn.server.freeing import ask
 from kvreturn.server.tasks import Tasks
 from kvreturn.settings.returns import Returns as Settings
 from kvreturn.telemetry.tracing import headers_of
@@ -34,12 +34,9 @@ if TYPE_CHECKING:
 _STOCK = 5.0
 log = logging.getLogger("kvreturn.return")
 _PROBE_SECONDS = 10.0
-_FREE_SECONDS = 5.0
-_FREES = 8  # at a time
+_LAST = 1.0  # seconds in which D may be told of returns that were under way to the last
 _LOOK = 0.02  # seconds between looks at a busy prefill node
 _NOT_SENT = ("busy", "unknown_node")
-_FREED = (200, 404)  # ours answers with a report, a stock node that it has no such model
-_FORBIDDEN = (401, 403)
 _FINAL = {"small", "slow_link"}  # why a turn stays on D even if that has no room
 _LARGE = 4096  # token ids from which on they are compared in a thread
 
@@ -55,11 +52,11 @@ class Returns:
         self._world = world
         self._settings = world.settings.returns
         self._slots: dict[str, asyncio.Semaphore] = {}
-        self._frees = asyncio.Semaphore(_FREES)
         self._tasks = Tasks()
         self._waiting = 0
         self._tenants: Counter[bytes] = Counter()
         self._paced: dict[str, float] = {}  # when the next return to a node may begin
+        self._sent: dict[bytes, Return] = {}  # what is in no store any more, and P has not read yet
         self._running: dict[bytes, asyncio.Future[str | None]] = {}
         self._closed = False
         self._left = LeftTurns()
@@ -252,16 +249,19 @@ class Returns:
         back = replace(record, handle=None, ttl=settings.ttl, returned=job.handle.tokens)
         if not await world.replace(ticket, replace(back, pending=True)):
             return "taken"
+        self._sent[ticket] = task
         done = self._running[ticket] = asyncio.get_running_loop().create_future()
         result = "cancelled"
         try:
             begun = world.clock()
-            reply = await self._ask(
+            reply = await ask(
+                world,
                 Ask(PATH, body, prefer=job.prefill_node, only=True, first=form is Form.STREAMED),
                 settings.deadline if form is Form.SEALED else min(settings.deadline, _STOCK),
                 {**task.credentials, **headers_of(span)},
             )
             result, read = read_return(form, reply, job.prefill_node, job.handle.tokens)
+            del self._sent[ticket]
             seconds = world.clock() - begun
             world.metrics.return_seconds.observe(seconds)
             log.info("result=%s held=%d read=%d ms=%.1f", result, job.handle.tokens, read, seconds * 1e3)
@@ -288,22 +288,12 @@ class Returns:
         if forms.engine(node) != job.engine:
             return None  # P is another one than the one that the turn went to
         if forms.form(node) is None:
-            ask = Ask(PATH, probe_body(job.model), prefer=node, only=True)
-            reply = await self._ask(ask, _PROBE_SECONDS, task.credentials)
+            probe = Ask(PATH, probe_body(job.model), prefer=node, only=True)
+            reply = await ask(self._world, probe, _PROBE_SECONDS, task.credentials)
             form = read_probe(reply.status, reply.body) if reply.node == node else None
             if form:
                 forms.probed(node, form)
         return forms.form(node)
-
-    async def _ask(self, ask: Ask, seconds: float, headers: Mapping[str, str]) -> Reply:
-        world = self._world
-        reply = await world.client.ask(replace(ask, last=True), {"x-request-id": world.new_id(), **headers}, seconds)
-        if reply.status in _FORBIDDEN:
-            world.warn_once(
-                "a prefill node takes no credentials of clients' for /v1/completions: eager returns and the freeing of "
-                "blocks need that"
-            )
-        return reply
 
     # --- the next turn ---
 
@@ -331,18 +321,12 @@ class Returns:
             self._tasks.start(self._free(record, credentials))
 
     async def _free(self, record: Record, credentials: Mapping[str, str]) -> None:
-        world = self._world
-        try:
-            handle = read_handle(record.handle or b"")
-        except HandleError:
-            return
-        node = record.prefill_node or world.prefill.choose()
-        form = world.forms.form(node) if node else None
-        async with self._frees:
-            reply = await self._ask(Ask(PATH, free_body(form, handle), prefer=node), _FREE_SECONDS, credentials)
-        world.metrics.frees.labels("sent" if reply.status in _FREED else "failed").inc()
+        await self._world.freeing.free(record, credentials)
 
     async def drain(self, seconds: float) -> None:
-        """Let returns that are under way end, and drop the others."""
+        """Let returns that are under way end, drop the others, and have D free what was on its way."""
         self._closed = True
         await self._tasks.drain(seconds)
+        lost = [self._free(task.record, task.credentials) for task in self._sent.values()]
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*lost), _LAST)

@@ -7,14 +7,17 @@ from collections.abc import AsyncIterator
 import grpc
 
 from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from kvreturn.envoy import names
 from kvreturn.server.exchange import Exchange
 from kvreturn.server.messages import Message
+from kvreturn.server.roles import DecodeExchange, PrefillExchange
 from kvreturn.server.world import World
 
 log = logging.getLogger("kvreturn")
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 # Envoy sends bodies in BUFFERED mode as one message; gRPC's own limit is 4 MiB (envoy answers 500 beyond it).
 _ROOM = 1 << 20
+_ROLES = {names.GATEWAY: Exchange, names.PREFILL: PrefillExchange, names.DECODE: DecodeExchange}
 
 
 def server_options(request_bytes: int) -> list[tuple[str, int]]:
@@ -49,7 +52,11 @@ class ExternalProcessor:
         task = asyncio.current_task()
         assert task
         self.running.add(task)
-        exchange = Exchange(self._world)
+        role = dict(context.invocation_metadata() or ()).get(names.ROLE_HEADER, names.GATEWAY)
+        if role not in _ROLES:
+            log.error("Envoy's metadata %s: %r is no role; there are %s", names.ROLE_HEADER, role, ", ".join(_ROLES))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "kvreturn: no such role")
+        exchange = _ROLES[role](self._world)
         try:
             with self._world.metrics.live.track_inprogress():
                 await self._serve(exchange, requests, context)

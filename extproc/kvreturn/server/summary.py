@@ -32,6 +32,8 @@ _HINTS = {
     "--enable-prefix-caching), and large enough?",
     (Outcome.READ_FAILED, "timeout"): "a prefill node did not answer a request that carried a handle: is "
     "bidirectional_kv_xfer on there? Handles of that decode engine are not used for a while",
+    (Outcome.DISABLED, "no_transfer_params"): "requests on a route of role prefill ask for no transfer "
+    "(do_remote_decode): does the orchestrator send its decode leg there, or not use a KV connector?",
     (Outcome.PREFILL_FAILED, "no_kv_transfer_params"): "prefill nodes answer without kv_transfer_params: do they run "
     "with a KV connector?",
 }
@@ -45,7 +47,6 @@ class Times:
         prefill: waiting for prefill nodes.
         waited: waiting for prefill nodes and for eager returns.
         first_token: from the client's headers to the first byte of content that the client gets.
-        decode: from the moment when D gets the request to the end of its answer.
         total: from the client's headers to the end.
         streamed: whether the answer came as events.
     """
@@ -53,7 +54,6 @@ class Times:
     prefill: float = 0.0
     waited: float = 0.0
     first_token: float | None = None
-    decode: float | None = None
     total: float = 0.0
     streamed: bool = False
 
@@ -113,7 +113,7 @@ def fields(turn: Turn, times: Times, status: int | None, error: str | None, cont
         "detail": facts.detail if facts.detail != facts.outcome else None,
         "api": turn.api.name,
         # A name that no node knows is just what a client wrote.
-        "model": _printable(turn.prompt.model) if turn.prompt and status == _OK else None,
+        "model": printable(turn.prompt.model) if turn.prompt and status == _OK else None,
         "status": status,
         "prompt": facts.prefill.prompt,
         "read": facts.read,
@@ -128,11 +128,16 @@ def fields(turn: Turn, times: Times, status: int | None, error: str | None, cont
         "captured": facts.captured,
         "return": facts.going,
         "session": facts.session,
-        "error": _printable(error) if error else None,
+        "error": printable(error) if error else None,
     }
-    if context.is_valid:
-        told |= {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
-    return told
+    return told | ids(context)
+
+
+def ids(context: SpanContext) -> dict[str, Field]:
+    """A span's ids as fields of a line; none if there is no span."""
+    if not context.is_valid:
+        return {}
+    return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}
 
 
 def line(told: Mapping[str, Field]) -> str:
@@ -153,5 +158,6 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds * 1e3, 1)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Text from outside as it may stand in a log line."""
     return "".join(c if c.isprintable() and c != " " else "?" for c in text[:80])

@@ -17,6 +17,8 @@ from kvreturn.core.policy import Policy
 from kvreturn.core.ports import Put, Record, SessionStore, Taken
 from kvreturn.core.turn import Turn
 from kvreturn.server.admission import Admission
+from kvreturn.server.freeing import Freeing
+from kvreturn.server.lifecycle import Lifecycle
 from kvreturn.server.policies import policy_for
 from kvreturn.server.quota import Quota
 from kvreturn.server.returns import Returns
@@ -85,11 +87,15 @@ class World:
     returns: Returns = field(init=False)
     quota: Quota = field(init=False)
     admission: Admission = field(init=False)
+    freeing: Freeing = field(init=False)
+    lifecycle: Lifecycle = field(init=False)
     _said: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Start what needs the rest."""
         self.returns = Returns(self)
+        self.freeing = Freeing(self)
+        self.lifecycle = Lifecycle(self)
         self.quota = Quota(self.settings.limits.sessions_per_tenant, self.clock)
         self.admission = Admission(self.settings.limits)
         self.pressure.told = self.returns.felt
@@ -181,11 +187,16 @@ class World:
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """Take from the store, within its deadline."""
         taken = await self.guard.take(keys)
-        if taken.ticket is not None and taken.record and taken.record.handle is not None:
-            self.quota.gone(taken.ticket)
-        if taken.ticket is not None:
-            self.returns.taken(taken.ticket)
+        self.took(taken)
         return taken
+
+    def took(self, taken: Taken) -> None:
+        """Something was taken from the store: who keeps account of it is told."""
+        if taken.ticket is None:
+            return
+        if taken.record and taken.record.handle is not None:
+            self.quota.gone(taken.ticket)
+        self.returns.taken(taken.ticket)
 
     async def put(self, put: Put, tenant: bytes) -> bytes | None:
         """Put a tenant's record into the store, within its deadline. Returns the ticket if it is there."""

@@ -7,6 +7,13 @@ from pydantic import Field
 from kvreturn.settings.types import Address, Listen, Positive, Section
 
 
+class Orchestrated(Section):
+    """Where an orchestrator of yours finds the nodes, with the router in between (docs/roles.md)."""
+
+    prefill_listen: Address = "127.0.0.1:8002"
+    decode_listen: Address = "127.0.0.1:8003"
+
+
 class Envoy(Section):
     """What `kvreturn envoy-config` and `kvreturn up` put into Envoy's bootstrap."""
 
@@ -19,6 +26,11 @@ class Envoy(Section):
         [],
         description="Where Envoy finds the routers, each as its own `listen`; they share a store. Empty: the "
         "workers of this file.",
+    )
+    orchestrated: Orchestrated | None = Field(
+        None,
+        description="Two more listeners, `prefill_listen` and `decode_listen`, to which an orchestrator of your own "
+        "sends the legs of its turns (docs/roles.md). `{}` for 127.0.0.1:8002 and 127.0.0.1:8003.",
     )
     request_body_mode: Literal["BUFFERED", "FULL_DUPLEX_STREAMED"] = Field(
         "BUFFERED", description="BUFFERED gave the lowest time to first token for bodies of 100 KB to 1 MB."

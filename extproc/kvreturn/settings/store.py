@@ -1,6 +1,6 @@
 """The session store."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, SecretStr
 
@@ -49,6 +49,12 @@ class Store(Section):
     )
     pool_size: Count = Field(32, description="Store calls at a time, and connections to each Redis server.")
     max_record_bytes: Count = Field(1 << 20, description="Largest record that goes to Redis.")
+    on_last_exit: Literal["keep", "free"] = Field(
+        "keep",
+        description="What the last router does with the handles in Redis when it stops; the same on all routers. "
+        "`keep`: they stay for those that come, until their TTL. `free`: the decode nodes free the blocks at once, "
+        "for shutting down all. (What is in a process's memory is always freed.)",
+    )
     breaker_failures: Count = Field(5, description="So many store calls that fail in a row stop further ones.")
     breaker_probe: Positive = Field(
         0.5, description="Seconds after which a store that failed is asked in the background whether it is back."

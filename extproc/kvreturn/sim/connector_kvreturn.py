@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import Any
 
 from kvreturn.core import wire
+from kvreturn.sim.about import about
 from kvreturn.sim.connector import EngineDiedError, Farewell, LoadError, Services, StuckError
 from kvreturn.sim.connector_stock import HEARTBEATS, StockConnector
 from kvreturn.sim.members import lease_end, says, well_formed
@@ -29,6 +30,7 @@ class _Plan:
         keep: whether D will come for the blocks.
         ids: whether the router asks for the prompt's token ids.
         freed: D's answer, where the request is only there to give the handle back.
+        about: whether somebody asks what runs here.
     """
 
     handle: Mapping[str, Any] | None = None
@@ -37,6 +39,7 @@ class _Plan:
     keep: bool = True
     ids: bool = False
     freed: asyncio.Task[bool | None] | None = None
+    about: bool = False
 
 
 class KvreturnConnector(StockConnector):
@@ -63,7 +66,8 @@ class KvreturnConnector(StockConnector):
         """See `StockConnector.arrived`."""
         params = seq.job.params
         if params and says(params, "free", value=True) and (checked := self._check(params)) is not None:
-            self._plans[seq] = self._freeing(checked)
+            plan = self._plans[seq] = self._freeing(checked)
+            plan.about = says(params, "about", value=True)
             return
         super().arrived(seq)
         if not params:
@@ -134,7 +138,8 @@ class KvreturnConnector(StockConnector):
             return Farewell()
         prompt = seq.job.prompt
         ids = prompt.tokens if plan.ids and not prompt.images else None
-        report = replace(seq.report, prompt=self._prompt(seq), ids=ids)
+        told = about(self._config, self._engine.address) if plan.about else None
+        report = replace(seq.report, prompt=self._prompt(seq), ids=ids, about=told)
         if not plan.keep:
             return Farewell({wire.MEMBER: wire.dump_report(report)})
         farewell = super().finished(seq, normally=normally)

@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from kvreturn.sim import serving
+from kvreturn.sim.about import VLLM
 from kvreturn.sim.chat import chat, options_of, render_chat
 from kvreturn.sim.completions import completions
 from kvreturn.sim.engine import DroppedError
@@ -26,7 +27,6 @@ from kvreturn.sim.serving import NODE
 from kvreturn.sim.tokenizer import decode, encode
 
 _MAX_BODY = 256 << 20
-_VERSION = "0.32.0"
 _log = logging.getLogger(__name__)
 
 
@@ -140,7 +140,7 @@ async def _health(request: web.Request) -> web.Response:
 
 
 async def _version(_request: web.Request) -> web.Response:
-    return serving.json_response({"version": _VERSION})
+    return serving.json_response({"version": VLLM})
 
 
 async def _metrics(request: web.Request) -> web.Response:

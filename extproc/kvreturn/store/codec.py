@@ -32,11 +32,13 @@ class Entry:
         keys: the session keys that lead to it.
         put_at: microseconds since 1970.
         record: the record.
+        conversation: key of the client's own conversation, None if it named none.
     """
 
     keys: tuple[bytes, ...]
     put_at: int
     record: Record
+    conversation: bytes | None = None
 
 
 class Codec:
@@ -71,6 +73,7 @@ class Codec:
             returned=record.returned,
             pending=record.pending,
             trace=record.trace,
+            conversation=entry.conversation,
         )
         text, nonce = message.SerializeToString(), os.urandom(_NONCE)
         deflated = len(text) > _LARGE
@@ -78,12 +81,12 @@ class Codec:
         envelope = pb.Envelope(version=_VERSION, key_id=self._key_id, nonce=nonce, sealed=sealed, deflated=deflated)
         return envelope.SerializeToString()
 
-    def open(self, place: bytes, key: bytes, value: bytes) -> Entry:
+    def open(self, place: bytes, key: bytes | None, value: bytes) -> Entry:
         """The entry of a value.
 
         Args:
             place: where it stood.
-            key: the session key that led there.
+            key: the session key or conversation that led there, None if none did.
             value: what stood there.
 
         Raises:
@@ -98,7 +101,7 @@ class Codec:
                 raise StoreError("wrong_key")
             text = self._aead.decrypt(envelope.nonce, envelope.sealed, place)
             message = pb.Record.FromString(zlib.decompress(text) if envelope.deflated else text)
-            if key not in message.keys:
+            if key is not None and key not in (*message.keys, message.conversation):
                 raise StoreError("unreadable")
             record = Record(
                 ttl=message.ttl,
@@ -112,7 +115,8 @@ class Codec:
                 pending=message.pending,
                 trace=message.trace if message.HasField("trace") else None,
             )
-            return Entry(tuple(message.keys), message.put_at, record)
+            conversation = message.conversation if message.HasField("conversation") else None
+            return Entry(tuple(message.keys), message.put_at, record, conversation)
         # ValueError: a nonce of another length, or a reason of a later version.
         except (DecodeError, InvalidTag, ValueError, zlib.error):
             raise StoreError("unreadable") from None

@@ -76,11 +76,22 @@ class Guard:
 
     async def put(self, put: Put) -> bytes | None:
         """Put into the store. Returns the ticket, or None if it is not there."""
-        return await self._call("put", lambda: self._store.put(put.keys, put.record))
+        return await self._call("put", lambda: self._store.put(put.keys, put.record, put.conversation))
 
     async def replace(self, ticket: bytes, record: Record) -> bool:
         """Replace a record in the store. Returns whether it was still there."""
         return bool(await self._call("replace", lambda: self._store.replace(ticket, record)))
+
+    async def end(self, conversation: bytes) -> Sequence[Taken]:
+        """Take all records of a conversation.
+
+        Raises:
+            StoreError: the store failed; why has been told.
+        """
+        taken = await self._call("end", lambda: self._store.end(conversation))
+        if taken is None:
+            raise StoreError("unavailable")
+        return taken
 
     async def _call(self, operation: str, call: Callable[[], Awaitable[T]]) -> T | None:
         if self.is_open:

@@ -3,15 +3,17 @@
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Record, Taken
+from kvreturn.core.ports import Held, Holding, Record, Taken
 
 _OVERHEAD, _KEY = 440, 180  # bytes of Python objects around an entry, and around each key; measured with tracemalloc
 _TRACE = 60.0  # seconds for which a trace stays at least, however short the record's own life was
 _PER_KEY = 8  # entries under one key: equal conversations of one tenant, answered alike
+_PER_CONVERSATION = 64  # records by which a conversation is ended; older ones wait for their time
+_PART = 64  # records that `take_all` takes at a time
 _SWEEP = 64  # entries that one call drops: after a quiet hour all are over, and no turn is to pay for that
 
 
@@ -21,6 +23,7 @@ class _Entry:
     keys: tuple[bytes, ...]
     record: Record | None
     put_at: float
+    conversation: bytes | None = None
     reason: Outcome | None = None  # why `record` is gone
     forget_at: float = 0.0
 
@@ -30,7 +33,11 @@ class _Entry:
 
     @property
     def size(self) -> int:
-        return _OVERHEAD + _KEY * len(self.keys) + len(self.record.handle or b"" if self.record else b"")
+        return (
+            _OVERHEAD
+            + _KEY * (len(self.keys) + (self.conversation is not None))
+            + len(self.record.handle or b"" if self.record else b"")
+        )
 
 
 class MemoryStore:
@@ -53,6 +60,7 @@ class MemoryStore:
         self._index: dict[bytes, list[_Entry]] = {}
         self._live: OrderedDict[int, _Entry] = OrderedDict()  # by age
         self._gone: OrderedDict[int, _Entry] = OrderedDict()
+        self._conversations: dict[bytes, OrderedDict[int, _Entry]] = {}  # live ones, by age
         self._ends: list[tuple[float, int]] = []  # heap: when, and serial; of some that have left, too
         self.bytes = 0
         self.evicted = 0
@@ -67,17 +75,22 @@ class MemoryStore:
         """Number of handles that can be taken."""
         return sum(1 for e in self._live.values() if e.record and e.record.handle)
 
-    async def put(self, keys: Sequence[bytes], record: Record) -> bytes:
+    async def put(self, keys: Sequence[bytes], record: Record, conversation: bytes | None = None) -> bytes:
         """See `SessionStore.put`."""
         now = self._clock()
         self._sweep(now)
-        entry = _Entry(next(self._serials), tuple(keys), record, now)
+        entry = _Entry(next(self._serials), tuple(keys), record, now, conversation)
         if entry.size > self._max_bytes:
             self.evicted += 1
             return entry.ticket
         self._live[entry.serial] = entry
         heapq.heappush(self._ends, (now + record.ttl, entry.serial))
         self.bytes += entry.size
+        if conversation is not None:
+            own = self._conversations.setdefault(conversation, OrderedDict())
+            own[entry.serial] = entry
+            if len(own) > _PER_CONVERSATION:
+                own.popitem(last=False)
         for key in entry.keys:
             bucket = self._index.setdefault(key, [])
             bucket.append(entry)
@@ -101,13 +114,42 @@ class MemoryStore:
         heapq.heappush(self._ends, (now + record.ttl, entry.serial))
         return True
 
-    async def abandon(self) -> Sequence[Record]:
-        """See `SessionStore.abandon`. All of them: nobody else has this store."""
-        entries = [e for e in self._live.values() if e.record and e.record.handle]
-        records = [e.record for e in entries if e.record]
-        for entry in entries:
-            self._bury(entry, Outcome.ALREADY_TAKEN)
-        return records
+    async def end(self, conversation: bytes) -> Sequence[Taken]:
+        """See `SessionStore.end`."""
+        self._sweep(self._clock())
+        return [self._take(entry) for entry in list(self._conversations.get(conversation, {}).values())]
+
+    async def take_all(self) -> AsyncIterator[Sequence[Taken]]:
+        """See `SessionStore.take_all`."""
+        held = [e for e in self._live.values() if e.record and e.record.handle]
+        for begin in range(0, len(held), _PART):  # some go their own way meanwhile
+            yield [self._take(e) for e in held[begin : begin + _PART] if e.record and e.record.handle]
+
+    async def present(self) -> None:
+        """See `SessionStore.present`. There are no others."""
+
+    async def leave(self) -> bool:
+        """See `SessionStore.leave`."""
+        return True
+
+    async def look(self, most: int) -> Holding:
+        """See `SessionStore.look`."""
+        now = self._clock()
+        some = [
+            Held(
+                (e.keys[0] if e.keys else e.ticket).hex()[-16:],
+                e.conversation.hex()[-16:] if e.conversation else None,
+                e.put_at + e.record.ttl - now,
+                len(e.record.handle or b""),
+                e.record.handle is not None,
+                e.record.decode_node,
+                e.record.prefill_node,
+                e.record.turns,
+            )
+            for e in itertools.islice(reversed(self._live.values()), most)
+            if e.record
+        ]
+        return Holding("memory", len(self), self.bytes, some)
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
         """See `SessionStore.take`. There is no await in it, so it is atomic."""
@@ -151,11 +193,18 @@ class MemoryStore:
                 break
             self._forget(entry)
 
+    def _take(self, entry: _Entry) -> Taken:
+        """Take this one, whatever it is."""
+        record, age = entry.record, self._clock() - entry.put_at
+        self._bury(entry, Outcome.ALREADY_TAKEN)
+        return Taken(record, None, age, entry.ticket)
+
     def _bury(self, entry: _Entry, reason: Outcome) -> None:
         """Keep only the reason."""
         record = entry.record
         assert record
         self._live.pop(entry.serial)
+        self._part(entry)
         self.bytes -= entry.size
         entry.record, entry.reason = None, record.reason or reason
         entry.forget_at = self._clock() + max(record.ttl, _TRACE)
@@ -168,6 +217,7 @@ class MemoryStore:
     def _forget(self, entry: _Entry) -> None:
         if self._live.pop(entry.serial, None):
             self.bytes -= entry.size
+            self._part(entry)
         self._gone.pop(entry.serial, None)
         for key in entry.keys:
             bucket = self._index.get(key)
@@ -175,3 +225,11 @@ class MemoryStore:
                 bucket.remove(entry)
                 if not bucket:
                     del self._index[key]
+
+    def _part(self, entry: _Entry) -> None:
+        """It is no longer its conversation's."""
+        own = self._conversations.get(entry.conversation) if entry.conversation else None
+        if own is not None and entry.serial in own:
+            del own[entry.serial]
+            if not own:
+                self._conversations.pop(entry.conversation or b"")

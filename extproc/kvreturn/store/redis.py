@@ -4,11 +4,13 @@ What stands where (`kvr1` is the version of this layout):
 
     kvr1:<session key>   sorted set of pointers to records, by the time at which their turns ended; the newest eight
     kvr1r:<random id>    one record, sealed (`codec`), for as long as it may be used
+    kvr1c:<key>          sorted set of pointers to the records of a client's own conversation; the newest 64
+    kvr1n                sorted set of the routers that run, by the time at which they would be gone (`redis_whole`)
 
 A record is reached by several session keys, so its own key is the one truth: who deletes it has taken it, once,
 whichever key led there; who replaces it finds it there or not. The pointers stay behind as the traces that tell why
 there is nothing to take. Session keys are keyed digests, so a reader of Redis sees which keys belong to one turn, but
-not which turns to one conversation.
+not which turns to one conversation, but for those of a client that names its sessions.
 
 Times are the routers' own, in microseconds: a put that a stalled server executes late is as old as it is, and neither
 stands before a newer one nor lives longer. Clocks, the server's too, must agree within a second or so (NTP).
@@ -22,24 +24,25 @@ import itertools
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from redis import exceptions as errors
 from redis.asyncio import RedisCluster
 
 from kvreturn._proto.kvreturn.store.v1 import record_pb2 as pb
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Record, Taken
+from kvreturn.core.ports import Holding, Record, Taken
 from kvreturn.store.client import Client, close
 from kvreturn.store.codec import Codec, Entry
 from kvreturn.store.errors import StoreError
+from kvreturn.store.redis_errors import named
+from kvreturn.store.redis_whole import Whole
 
-_INDEX, _RECORD = b"kvr1:", b"kvr1r:"
+_INDEX, _RECORD, _CONVERSATION = b"kvr1:", b"kvr1r:", b"kvr1c:"
 _POINTER = struct.Struct(">16sQ")  # id, microseconds since 1970 at which its TTL ends
 _HANDLE, _MARKER = b"h", b"m"
-_PER_KEY = 8  # as in the memory store
+_PER_KEY, _PER_CONVERSATION = 8, 64  # as in the memory store
 _TRACE = 60_000_000  # as in the memory store
 _SKEW = 500_000  # a server's clock may be so much ahead; it drops what expires by its own
 _NEAR, _FAR = 128, 1024  # keys of a look-up: a turn adds a few items, so that the first is nearly always enough
@@ -70,21 +73,6 @@ local value = redis.call('GET', KEYS[1])
 if value and string.sub(value, 1, 1) == 'h' then redis.call('DEL', KEYS[1]) end
 return value
 """
-
-_KINDS: tuple[tuple[type[Exception], str, bool], ...] = (  # the first that fits: error, kind, whether the store is down
-    (errors.AuthenticationError, "auth", True),
-    (errors.AuthorizationError, "auth", True),
-    (errors.NoPermissionError, "auth", True),
-    (errors.BusyLoadingError, "loading", True),
-    (errors.MaxConnectionsError, "busy", False),
-    (errors.ReadOnlyError, "read_only", True),
-    (errors.OutOfMemoryError, "full", False),  # what is there can still be taken
-    (errors.ClusterDownError, "cluster_down", True),
-    (errors.TimeoutError, "timeout", True),
-    (errors.ConnectionError, "connection", True),
-    (OSError, "connection", True),
-    (errors.RedisError, "refused", False),
-)
 
 
 class _Pointer(NamedTuple):
@@ -125,15 +113,16 @@ class RedisStore:
         self._clock = clock
         self._last = 0
         self._clustered = isinstance(client, RedisCluster)
+        self._whole = Whole(client, codec, _RECORD, clock)
         self._script = client.register_script(_TAKE_ONE if self._clustered else _TAKE)
 
-    async def put(self, keys: Sequence[bytes], record: Record) -> bytes:
+    async def put(self, keys: Sequence[bytes], record: Record, conversation: bytes | None = None) -> bytes:
         """See `SessionStore.put`.
 
         Raises:
             StoreError: it is not stored, or not surely.
         """
-        ticket = pb.Ticket(id=os.urandom(16), keys=keys)
+        ticket = pb.Ticket(id=os.urandom(16), keys=keys, conversation=conversation)
         await self._write(ticket, record, again=False)
         return ticket.SerializeToString()
 
@@ -145,29 +134,70 @@ class RedisStore:
         """
         return await self._write(pb.Ticket.FromString(ticket), record, again=True)
 
-    async def abandon(self) -> Sequence[Record]:
-        """See `SessionStore.abandon`: other routers go on."""
-        return ()
+    async def end(self, conversation: bytes) -> Sequence[Taken]:
+        """See `SessionStore.end`. Two round trips; each record is taken atomically.
+
+        Raises:
+            StoreError: nothing is known.
+        """
+        client: Any = self._client
+        name = _CONVERSATION + conversation
+        with named():
+            pointers = [_unpack(p) for p in await client.zrange(name, 0, -1)]
+            pipe = client.pipeline(transaction=False)
+            for pointer in pointers:
+                pipe.getdel(_RECORD + pointer.id)
+            pipe.delete(name)
+            *values, _ = await pipe.execute()
+        found = [_Found(conversation, p, v) for p, v in zip(pointers, values, strict=True)]
+        taken = []
+        for one in found:
+            with suppress(StoreError):  # one that cannot be read does not keep the others from being freed
+                taken += [self._taken(one, one.value)] if one.value is not None else []
+        return [t for t in taken if t.record]
+
+    def take_all(self) -> AsyncIterator[Sequence[Taken]]:
+        """See `SessionStore.take_all`.
+
+        Raises:
+            StoreError: the store failed on the way.
+        """
+        return self._whole.take_all()
+
+    async def present(self) -> None:
+        """See `SessionStore.present`."""
+        await self._whole.present()
+
+    async def leave(self) -> bool:
+        """See `SessionStore.leave`. Of routers that leave together, one is the last."""
+        return await self._whole.leave()
+
+    async def look(self, most: int) -> Holding:
+        """See `SessionStore.look`."""
+        return await self._whole.look(most)
 
     async def _write(self, ticket: pb.Ticket, record: Record, *, again: bool) -> bool:
         ttl = int(record.ttl * 1e6)
         self._last = now = max(int(self._clock() * 1e6), self._last + 1)
         expires, forget = now + ttl, now + ttl + max(ttl, _TRACE)
+        conversation = ticket.conversation if ticket.HasField("conversation") else None
         kind, name = _MARKER if record.handle is None else _HANDLE, _RECORD + ticket.id
-        value = kind + self._codec.seal(name + kind, Entry(tuple(ticket.keys), now, record))
+        value = kind + self._codec.seal(name + kind, Entry(tuple(ticket.keys), now, record, conversation))
         if len(value) > self._max_record_bytes:
             raise StoreError("oversize")
         pipe: Any = self._client.pipeline(transaction=False)  # typed as if its methods executed their commands
         # A marker stays as long as the traces: it tells its reason for that long.
         pipe.set(name, value, pxat=(forget if kind == _MARKER else expires) // 1000, xx=again)
-        for key in ticket.keys:
-            index = _INDEX + key
+        indexes = [(_INDEX + key, _PER_KEY) for key in ticket.keys]
+        if conversation:
+            indexes.append((_CONVERSATION + conversation, _PER_CONVERSATION))
+        for index, most in indexes:
             if not again:
                 pipe.zadd(index, {_POINTER.pack(ticket.id, expires): now})
-                pipe.zremrangebyrank(index, 0, -_PER_KEY - 1)
+                pipe.zremrangebyrank(index, 0, -most - 1)
                 pipe.pexpireat(index, forget // 1000, nx=True)
             pipe.pexpireat(index, forget // 1000, gt=True)  # a short TTL does not cut a longer one's
-        with _named():
+        with named():
             return bool((await pipe.execute())[0])
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
@@ -177,7 +207,7 @@ class RedisStore:
             StoreError: nothing is known, or what was there cannot be read.
         """
         dead: _Pointer | None = None
-        with _named():
+        with named():
             for part in _parts(keys[:_CLUSTER_KEYS] if self._clustered else keys):
                 found = await (self._find_in_cluster(part) if self._clustered else self._find(part))
                 if found and found.value is not None:
@@ -190,7 +220,7 @@ class RedisStore:
 
     async def ping(self) -> None:
         """See `SessionStore.ping`."""
-        with _named():
+        with named():
             if isinstance(self._client, RedisCluster):
                 await self._client.aclose()  # learn anew who serves which slot
                 await self._client.initialize()
@@ -210,7 +240,7 @@ class RedisStore:
         age = self._clock() - entry.put_at / 1e6
         if age >= entry.record.ttl:  # by our clock, whatever the server's says
             return Taken(None, entry.record.reason or Outcome.EXPIRED)
-        ticket = pb.Ticket(id=ident, keys=entry.keys).SerializeToString()
+        ticket = pb.Ticket(id=ident, keys=entry.keys, conversation=entry.conversation).SerializeToString()
         return Taken(entry.record, None, max(age, 0.0), ticket)
 
     async def _find(self, keys: Sequence[bytes]) -> _Found | None:
@@ -250,13 +280,3 @@ def _unpack(pointer: bytes) -> _Pointer:
         return _Pointer(*_POINTER.unpack(pointer))
     except struct.error:
         raise StoreError("unreadable") from None
-
-
-@contextmanager
-def _named() -> Iterator[None]:
-    """The client's errors by our names; their texts may hold addresses."""
-    try:
-        yield
-    except (errors.RedisError, OSError) as e:
-        kind, down = next((kind, down) for error, kind, down in _KINDS if isinstance(e, error))
-        raise StoreError(kind, down=down) from None

@@ -240,3 +240,24 @@ def test_the_counters_have_the_names_that_are_declared() -> None:
     counts.add(0, 0, "something new")
     assert counts.totals.keys() <= COUNTERS.keys()
     assert counts.unread.keys() <= set(REASONS)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_who_asks_what_runs_here_is_told_and_nobody_else_is(*, asks: bool) -> None:
+    peer, warned = Peer(), list[str]()
+    reads = Reads(
+        Settings(bidirectional=True),
+        Prompts(b"", 16),
+        cast("Asker", peer),
+        lambda key, _: warned.append(key),
+        lambda: {"connector": "1.2.3"},
+    )
+    asked = request([1])
+    asked.kv_transfer_params = reads.free(asked, {}, about=asks)
+    assert reads.matched(asked, 0) == (0, False)
+    done = reads.finish(asked)
+    assert done
+    told = wire.dump_report(done[0])
+    assert (told["reason"], told.get("about")) == ("malformed", {"connector": "1.2.3"} if asks else None)
+    assert (peer.asked, warned) == ([], [])
+    assert wire.load_report(told).about == told.get("about")

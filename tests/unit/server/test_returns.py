@@ -570,8 +570,8 @@ async def test_a_handle_whose_put_is_late_is_not_freed(monkeypatch: pytest.Monke
     r = router(node, **{"return": "lazy"})
     put = r.world.store.put
 
-    async def late(keys: Sequence[bytes], record: Record) -> bytes:
-        await put(keys, record)
+    async def late(keys: Sequence[bytes], record: Record, conversation: bytes | None) -> bytes:
+        await put(keys, record, conversation)
         raise TimeoutError
 
     monkeypatch.setattr(r.world.store, "put", late)

@@ -4,13 +4,12 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Record, Reply, Taken
+from kvreturn.core.ports import Reply
 from kvreturn.telemetry.loop import watching
 from kvreturn.telemetry.metrics import Metrics
 from support.extproc import Request, Response
@@ -166,17 +165,18 @@ async def test_what_waits_for_others_is_not_what_the_router_adds() -> None:
         return connector(body)
 
     router = harness(slow, clock)
-    take, put = router.world.store.take, router.world.store.put
+    store: Any = router.world.store
+    take, put = store.take, store.put
 
-    async def slow_take(keys: Sequence[bytes]) -> Taken:
+    async def slow_take(*args: Any) -> Any:  # noqa: ANN401 - as `SessionStore.take`
         clock.now += 0.004
-        return await take(keys)
+        return await take(*args)
 
-    async def slow_put(keys: Sequence[bytes], record: Record) -> bytes:
+    async def slow_put(*args: Any) -> Any:  # noqa: ANN401 - as `SessionStore.put`
         clock.now += 0.015
-        return await put(keys, record)
+        return await put(*args)
 
-    router.world.store.take, router.world.store.put = slow_take, slow_put  # type: ignore[method-assign]
+    store.take, store.put = slow_take, slow_put
     await router.play(TURN, END)
     for side, least, enough in (("request", "0.002", "0.005"), ("response", "0.01", "0.02")):
         counted = [router.metric("router_added_seconds_bucket", side=side, le=le) for le in (least, enough, "+Inf")]

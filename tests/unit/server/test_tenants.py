@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from kvreturn.core.api import APIS
 from kvreturn.core.fingerprint import keyed_hash
-from kvreturn.core.ports import Reply, Taken
+from kvreturn.core.ports import Record, Reply, Taken
 from kvreturn.store.memory import MemoryStore
 from support.events import message_events, response_events
 from support.extproc import Request, Response
@@ -78,9 +78,9 @@ class Spy(MemoryStore):
         self.kept: set[bytes] = set()
         self.sought: set[bytes] = set()
 
-    async def put(self, keys: Sequence[bytes], record: Any) -> bytes:  # noqa: ANN401 - a record
+    async def put(self, keys: Sequence[bytes], record: Record, conversation: bytes | None = None) -> bytes:
         self.kept |= set(keys)
-        return await super().put(keys, record)
+        return await super().put(keys, record, conversation)
 
     async def take(self, keys: Sequence[bytes]) -> Taken:
         self.sought |= set(keys)

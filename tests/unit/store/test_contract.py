@@ -196,3 +196,78 @@ async def test_either_the_next_turn_or_the_return_has_the_handle(subject: Subjec
 
 async def test_a_store_that_is_there_answers(subject: Subject) -> None:
     await subject.store.ping()
+
+
+D, E = b"cd" * 8, b"ce" * 8  # keys of conversations
+
+
+async def records(subject: Subject, conversation: bytes) -> list[Record | None]:
+    return [taken.record for taken in await subject.store.end(conversation)]
+
+
+async def test_a_conversation_ends_with_all_that_is_left_of_it(subject: Subject) -> None:
+    """Its branches and sub-agents each have their own; what was taken before is gone, and notes go too."""
+    await subject.store.put([A], handle("taken"), D)
+    assert await take(subject, A) == (handle("taken"), None)
+    await subject.store.put([A], handle("expired", ttl=5.0), D)
+    await subject.store.put([A], handle("branch"), D)
+    await subject.store.put([B], Record(450.0, returned=20_000, prefill_node="p:1"), D)
+    await subject.store.put([B], handle("another one's"), E)
+    await subject.store.put([C], handle("nobody's"))
+    await subject.store.put([C], handle("mine"), D)
+    await subject.advance(6)
+    assert await take(subject, C) == (handle("mine"), None)
+    ended = await subject.store.end(D)
+    assert [t.record for t in ended] == [
+        handle("branch"),
+        Record(450.0, returned=20_000, prefill_node="p:1"),
+    ]
+    assert len({t.ticket for t in ended}) == 2
+    assert await records(subject, D) == []
+    assert (await take(subject, A))[0] is None
+    assert await take(subject, B) == (handle("another one's"), None)
+    assert await take(subject, C) == (handle("nobody's"), None)
+    assert await records(subject, E) == []
+
+
+async def test_what_was_replaced_is_still_its_conversations(subject: Subject) -> None:
+    ticket = await subject.store.put([A], handle(ttl=10.0), D)
+    await subject.advance(8)
+    assert await subject.store.replace(ticket, handle("new", ttl=450.0))
+    await subject.advance(100)
+    assert await records(subject, D) == [handle("new")]
+    assert not await subject.store.replace(ticket, handle())
+
+
+async def test_of_very_many_records_of_a_conversation_the_newest_end_and_the_others_can_still_be_taken(
+    subject: Subject,
+) -> None:
+    for i in range(70):
+        await subject.store.put([b"%017d" % i], handle(str(i)), D)
+    assert await records(subject, D) == [handle(str(i)) for i in range(6, 70)]
+    assert await take(subject, b"%017d" % 5) == (handle("5"), None)
+
+
+async def test_all_handles_are_taken_and_notes_stay(subject: Subject) -> None:
+    for i in range(150):
+        await subject.store.put([b"%017d" % i], handle(str(i)) if i % 3 else marker())
+    parts = [part async for part in subject.store.take_all()]
+    taken = [t.record for part in parts for t in part]
+    assert sorted(t.handle or b"" for t in taken if t) == sorted(b"%d" % i for i in range(150) if i % 3)
+    assert max(map(len, parts)) <= 64
+    assert await take(subject, b"%017d" % 3) == (marker(), None)
+    assert await take(subject, b"%017d" % 4) == (None, Outcome.ALREADY_TAKEN)
+    assert [part async for part in subject.store.take_all()] == []
+
+
+async def test_what_it_shows_to_people_is_bounded_and_tells_no_contents(subject: Subject) -> None:
+    for i in range(50):
+        await subject.store.put([b"%017d" % i], handle("secret" * 9, ttl=450.0), D)
+    await subject.advance(50)
+    seen = await subject.store.look(20)
+    assert seen.records >= 50
+    assert len(seen.some) == 20
+    assert all(one.handle and one.ttl == pytest.approx(400.0, abs=5) and one.size >= 54 for one in seen.some)
+    assert len({one.name for one in seen.some}) == 20
+    assert "secret" not in repr(seen)
+    assert (await subject.store.look(0)).some == []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Put, Record, Taken
+from kvreturn.core.ports import Holding, Put, Record, Taken
 from kvreturn.settings.store import Store
 from kvreturn.store.errors import StoreError
 from kvreturn.store.guard import Guard
@@ -41,8 +41,8 @@ class Scripted:
         await self._call("take")
         return Taken(handle())
 
-    async def put(self, keys: Sequence[bytes], record: Record) -> bytes:
-        del keys, record
+    async def put(self, keys: Sequence[bytes], record: Record, conversation: bytes | None = None) -> bytes:
+        del keys, record, conversation
         await self._call("put")
         return b"ticket"
 
@@ -51,8 +51,23 @@ class Scripted:
         await self._call("replace")
         return True
 
-    async def abandon(self) -> Sequence[Record]:
-        return ()
+    async def end(self, conversation: bytes) -> Sequence[Taken]:
+        del conversation
+        await self._call("end")
+        return [Taken(handle())]
+
+    async def take_all(self) -> AsyncIterator[Sequence[Taken]]:
+        raise NotImplementedError  # no turn waits for this, so no guard stands before it
+        yield
+
+    async def present(self) -> None:
+        raise NotImplementedError  # as above
+
+    async def leave(self) -> bool:
+        raise NotImplementedError  # as above
+
+    async def look(self, most: int) -> Holding:
+        raise NotImplementedError  # as above
 
     async def ping(self) -> None:
         self.calls.append("ping")

@@ -221,8 +221,39 @@ async def test_a_restarted_server_is_found_again_and_learns_the_script_again(mak
     assert (await store.take([A])).record == handle()
 
 
-async def test_a_router_that_stops_leaves_the_handles_to_the_others(make: Make) -> None:
-    stopping = make()
-    await stopping.put([A], handle())
-    assert await stopping.abandon() == ()
-    assert (await make().take([A])).record == handle()
+async def test_of_routers_that_leave_together_one_is_the_last(make: Make) -> None:
+    routers = [make() for _ in range(4)]
+    for router in routers:
+        await router.present()
+    assert sorted(await asyncio.gather(*(router.leave() for router in routers))) == [False, False, False, True]
+
+
+async def test_a_router_that_was_killed_is_there_until_its_presence_ends(make: Make) -> None:
+    clock = Clock(time.time())
+    killed, leaving = make(clock=clock), make(clock=clock)
+    await killed.present()
+    await leaving.present()
+    assert not await leaving.leave()
+    clock.now += 14
+    assert not await leaving.leave()
+    clock.now += 2
+    assert await leaving.leave()
+
+
+async def test_what_another_secret_sealed_is_gone_but_does_not_stop_the_others_from_being_freed(make: Make) -> None:
+    store = make()
+    for other in (make(key=b"another"), store):
+        await other.put([A], handle(), C)
+    assert [t.record for part in [part async for part in store.take_all()] for t in part] == [handle()]
+    for other in (make(key=b"another"), store):
+        await other.put([A], handle(), C)
+    assert [t.record for t in await store.end(C)] == [handle()]
+
+
+async def test_a_pointer_that_somebody_moved_ends_nobody_elses_conversation(make: Make) -> None:
+    """Who can write to Redis, but does not know the key."""
+    store = make()
+    await store.put([A], handle("of C"), C)
+    client: Any = store._client  # typed as if keys were text
+    await client.copy(b"kvr1c:" + C, b"kvr1c:" + B)
+    assert await store.end(B) == []

@@ -21,7 +21,7 @@ class Envelope(_message.Message):
     def __init__(self, version: _Optional[int] = ..., key_id: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., sealed: _Optional[bytes] = ..., deflated: _Optional[bool] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("keys", "ttl", "handle", "reason", "decode_node", "prefill_node", "put_at", "prompt", "turns", "returned", "pending", "trace")
+    __slots__ = ("keys", "ttl", "handle", "reason", "decode_node", "prefill_node", "put_at", "prompt", "turns", "returned", "pending", "trace", "conversation")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class Record(_message.Message):
     RETURNED_FIELD_NUMBER: _ClassVar[int]
     PENDING_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     ttl: float
     handle: bytes
@@ -46,12 +47,15 @@ class Record(_message.Message):
     returned: int
     pending: bool
     trace: str
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., ttl: _Optional[float] = ..., handle: _Optional[bytes] = ..., reason: _Optional[str] = ..., decode_node: _Optional[str] = ..., prefill_node: _Optional[str] = ..., put_at: _Optional[int] = ..., prompt: _Optional[int] = ..., turns: _Optional[int] = ..., returned: _Optional[int] = ..., pending: _Optional[bool] = ..., trace: _Optional[str] = ...) -> None: ...
+    conversation: bytes
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., ttl: _Optional[float] = ..., handle: _Optional[bytes] = ..., reason: _Optional[str] = ..., decode_node: _Optional[str] = ..., prefill_node: _Optional[str] = ..., put_at: _Optional[int] = ..., prompt: _Optional[int] = ..., turns: _Optional[int] = ..., returned: _Optional[int] = ..., pending: _Optional[bool] = ..., trace: _Optional[str] = ..., conversation: _Optional[bytes] = ...) -> None: ...
 
 class Ticket(_message.Message):
-    __slots__ = ("id", "keys")
+    __slots__ = ("id", "keys", "conversation")
     ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     id: bytes
     keys: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, id: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    conversation: bytes
+    def __init__(self, id: _Optional[bytes] = ..., keys: _Optional[_Iterable[bytes]] = ..., conversation: _Optional[bytes] = ...) -> None: ...

@@ -1,0 +1,158 @@
+"""What is put under faults: real Envoy, routers, a real Redis with replica and sentinel, and simulated vLLM nodes."""
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from faults.processes import Process, Stores, kvreturn, router
+
+from kvreturn.config import Settings
+from kvreturn.demo.stack import free_addresses, health
+from kvreturn.envoy import names
+from kvreturn.envoy.bootstrap import build, to_dict
+from kvreturn.envoy.process import Sink
+from kvreturn.envoy.runner import EnvoyProcess
+
+MODEL = "sim"
+CONCURRENCY = 2
+"""Envoy's worker threads; each finds out by itself that a node refuses connections."""
+DRAIN = 10.0
+"""Seconds that a router may take to drain."""
+DECODE_RATE = 30.0
+"""Tokens per second of a stream."""
+PREFILL_RATE = 8_000.0
+"""Prompt tokens per second; low enough that reading back is worth it for every turn."""
+DEADLINE = 0.1
+"""The routers' `store.deadline` in seconds: longer than the default, so that a busy machine changes no outcome."""
+
+
+@dataclass
+class Deployment:
+    """All of it, running.
+
+    Attributes:
+        settings: of the first router.
+        prefills: P nodes.
+        decodes: D nodes.
+        routers: `kvreturn serve` processes.
+        admins: of each router, the address of its metrics.
+        envoy: the process.
+        stores: Redis; None where the routers' own memory is enough.
+        oracle: base URL of a plain single node's API, which all answers must equal.
+    """
+
+    settings: Settings
+    prefills: list[Process]
+    decodes: list[Process]
+    routers: list[Process]
+    admins: list[str]
+    envoy: EnvoyProcess
+    stores: Stores | None
+    oracle: str
+
+    @property
+    def gateway(self) -> str:
+        """Base URL of the API behind Envoy."""
+        return f"http://{self.settings.envoy.listen}/v1"
+
+    async def active(self, session: aiohttp.ClientSession, cluster: str, address: str) -> int:
+        """Requests, or streams, that Envoy has open to an address of a cluster."""
+        key = f"{cluster}::{address}::rq_active::"
+        lines = (await _text(session, f"http://{self.settings.envoy.admin}/clusters")).splitlines()
+        return sum(int(line.removeprefix(key)) for line in lines if line.startswith(key))
+
+    async def usable(self, session: aiohttp.ClientSession, cluster: str, address: str) -> None:
+        """Wait until Envoy sends requests to an address of a cluster.
+
+        Raises:
+            TimeoutError: it does not within half a minute.
+        """
+        line = f"{cluster}::{address}::health_flags::healthy"
+        url = f"http://{self.settings.envoy.admin}/clusters"
+        async with asyncio.timeout(30):
+            while line not in (await _text(session, url)).splitlines():  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.05)
+
+
+async def _text(session: aiohttp.ClientSession, url: str) -> str:
+    async with session.get(url) as response:
+        return await response.text()
+
+
+@contextlib.asynccontextmanager
+async def deployed(
+    sink: Sink,
+    change: Callable[[dict[str, Any]], object] = lambda _: None,
+    *,
+    routers: int = 2,
+    nodes: int = 2,
+    redis: bool = True,
+    **settings: Any,  # noqa: ANN401 - settings as YAML has them
+) -> AsyncIterator[Deployment]:
+    """Start everything; at the end nothing is left.
+
+    Args:
+        sink: takes all logs.
+        change: edits Envoy's bootstrap.
+        routers: how many.
+        nodes: how many prefill nodes, and as many decode nodes.
+        redis: keep sessions in Redis.
+        settings: further ones of the routers.
+
+    Raises:
+        ProcessError: something did not start.
+    """
+    # P has no prefix cache: nobody else is on it, so it would lose nothing, and nothing would be read back.
+    rates = ["--decode-rate", str(DECODE_RATE), "--prefill-rate", str(PREFILL_RATE), "--num-blocks", "32769"]
+    at_once = ["--decode-rate", "0", "--prefill-rate", "0", "--no-prefix-caching"]
+
+    def node(role: str, address: str, *arguments: str) -> Process:
+        name = f"{role} node {address}"
+        return kvreturn(name, ["sim", role, "--listen", address, *arguments], health(address), sink)
+
+    free = iter(free_addresses(2 * nodes + 2 * routers + 3 + 3 + 1))
+    p_addresses, d_addresses = ([next(free) for _ in range(nodes)] for _ in range(2))
+    listens, admins = ([next(free) for _ in range(routers)] for _ in range(2))
+    envoy_ports = {name: next(free) for name in ("listen", "prefill_listen", "admin")}
+    single, *store_addresses = free
+    prefills = [node("prefill", a, *rates, "--no-prefix-caching") for a in p_addresses]
+    decodes = [node("decode", a, *rates) for a in d_addresses]
+    oracle = node("single", single, *at_once)
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvreturn-faults-")))
+        stores = Stores.create([int(a.rpartition(":")[2]) for a in store_addresses], folder, sink) if redis else None
+        plain: dict[str, Any] = {
+            "pools": {"prefill": p_addresses, "decode": d_addresses},
+            "drain_timeout": DRAIN,
+            "secret": "the secret of a fault run",
+            "envoy": {**envoy_ports, "routers": listens},
+            **settings,
+        }
+        if stores:
+            plain["store"] = {"url": stores.url, "deadline": DEADLINE}
+        each = [{**plain, "listen": listen, "admin": admin} for listen, admin in zip(listens, admins, strict=True)]
+        running = [router(number, own, folder, sink) for number, own in enumerate(each)]
+        if stores:
+            stack.push_async_callback(stores.stop)
+            await stores.start()
+        started = [*prefills, *decodes, oracle, *running]
+        stack.push_async_callback(_stop, started)
+        await asyncio.gather(*[process.start() for process in started])
+        checked = Settings.model_validate(each[0])
+        bootstrap = to_dict(build(checked))
+        change(bootstrap)
+        envoy = await stack.enter_async_context(EnvoyProcess(bootstrap, sink=sink, concurrency=CONCURRENCY))
+        made = Deployment(checked, prefills, decodes, running, admins, envoy, stores, f"http://{single}/v1")
+        async with aiohttp.ClientSession() as session:
+            for listen in listens:
+                await made.usable(session, names.ROUTER_CLUSTER, listen)
+        yield made
+
+
+async def _stop(processes: list[Process]) -> None:
+    await asyncio.gather(*[process.stop(5.0) for process in processes])

@@ -1,0 +1,1 @@
+"""`kvreturn doctor`: looks at a deployment or its files, and says what to do."""

@@ -1,0 +1,126 @@
+"""Envoy, as its admin port shows it: version, what its configuration breaks, and whether it knows our nodes."""
+
+import asyncio
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvreturn.core.address import split_address
+from kvreturn.doctor.context import OK, Answer, Context
+from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
+from kvreturn.envoy import names
+from kvreturn.envoy.lint import lint
+from kvreturn.envoy.ports import is_ip, reachable
+
+_TRIED = (1, 40)
+_BOOTSTRAP = "envoy.admin.v3.BootstrapConfigDump"
+_VERSION = re.compile(r"/(\d+)\.(\d+)\.")
+_SICK = {"failed_active_health_check", "failed_outlier_check", "pending_active_hc", "excluded_via_immediate_hc_fail"}
+
+
+async def check_envoy(ctx: Context) -> list[Finding]:
+    """Ask Envoy's admin port."""
+    address = reachable(ctx.settings.envoy.admin)
+    base = f"http://{address}"
+    paths = ("/server_info", "/config_dump", "/clusters?format=json")
+    info, dump, clusters = await asyncio.gather(*(ctx.get(base + path) for path in paths))
+    told = info.json()
+    if info.status != OK or not isinstance(told, dict):
+        remedy = "start Envoy (`kvreturn up`), or set envoy.admin to its admin port as it is reached from here"
+        return [fail("envoy", f"admin port {address}: {info.what}", remedy)]
+    return [*_server(told), *_lint(ctx, dump), *_nodes(ctx, clusters)]
+
+
+def _server(info: Mapping[str, Any]) -> Iterator[Finding]:
+    state, version = info.get("state"), str(info.get("version", ""))
+    if state == "LIVE":
+        yield ok("envoy", "is live")
+    else:
+        yield warn("envoy", f"is {str(state).lower()}", "wait until it is live, or look into its log")
+    match = _VERSION.search(version)
+    if match and (int(match[1]), int(match[2])) >= _TRIED:
+        yield ok("envoy.version", version.split("/")[1])
+    else:
+        wanted = ".".join(map(str, _TRIED))
+        yield warn("envoy.version", version or "not told", f"run Envoy {wanted}, which kvreturn is tried with")
+
+
+def _lint(ctx: Context, dump: Answer) -> Iterator[Finding]:
+    check, settings, bootstrap = "envoy.lint", ctx.settings, _bootstrap(dump)
+    if bootstrap is None:
+        yield skipped(check, f"/config_dump: {dump.error or f'HTTP {dump.status} without a bootstrap'}")
+        return
+    try:
+        problems = lint(
+            bootstrap,
+            service=settings.listen,
+            prefill_timeout=settings.prefill.timeout,
+            request_bytes=settings.limits.request_bytes,
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        yield skipped(check, f"the bootstrap has a shape that our rules do not read ({type(e).__name__}: {e})")
+        return
+    for problem in problems:
+        what = f"{problem.rule}: {problem.where}: {problem.what}"
+        yield fail(check, what, f"see rule {problem.rule} in envoy/README.md, or use `kvreturn envoy-config`")
+    if not problems:
+        yield ok(check, "breaks none of our rules")
+
+
+def _bootstrap(dump: Answer) -> Mapping[str, Any] | None:
+    told = dump.json()
+    configs = told.get("configs") if isinstance(told, dict) else None
+    for config in configs if isinstance(configs, list) else []:
+        if isinstance(config, dict) and str(config.get("@type", "")).endswith(_BOOTSTRAP):
+            bootstrap = config.get("bootstrap")
+            return bootstrap if isinstance(bootstrap, dict) else None
+    return None
+
+
+def _nodes(ctx: Context, answer: Answer) -> Iterator[Finding]:
+    check, told = "envoy.nodes", answer.json()
+    statuses = told.get("cluster_statuses") if isinstance(told, dict) else None
+    if not isinstance(statuses, list):
+        yield skipped(check, f"/clusters: {answer.what[:100]}")
+        return
+    hosts = {s.get("name"): s.get("host_statuses", []) for s in statuses if isinstance(s, dict)}
+    pools = ctx.settings.pools
+    pairs: list[tuple[str, Sequence[str]]] = [
+        (names.PREFILL_CLUSTER, pools.prefill),
+        (names.DECODE_CLUSTER, pools.decode),
+    ]
+    for name, pool in pairs:
+        if name not in hosts:
+            yield skipped(check, f"Envoy has no cluster `{name}`: it is not of our bootstrap", name)
+        else:
+            yield from _pool(name, pool, hosts[name])
+
+
+def _pool(name: str, pool: Sequence[str], statuses: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    check = "envoy.nodes"
+    known = {address: status.get("health_status", {}) for status in statuses if (address := _address(status))}
+    ours = {address for address in pool if is_ip(split_address(address)[0])}
+    if len(ours) < len(pool):
+        yield skipped(check, "host names in the pool: Envoy shows what they resolve to", name)
+    else:
+        missing, strange = sorted(ours - known.keys()), sorted(known.keys() - ours)
+        for what in [f"Envoy does not know {', '.join(missing)}"] * bool(missing) + [
+            f"Envoy also knows {', '.join(strange)}"
+        ] * bool(strange):
+            remedy = "make Envoy's bootstrap from the settings of the router again (`kvreturn envoy-config`)"
+            yield fail(check, f"{what}: router and Envoy mean different pools", remedy, name)
+        if not missing and not strange:
+            yield ok(check, f"the same {len(ours)} as in the settings", name)
+    for address, health in sorted(known.items()):
+        sick = sorted(flag for flag in _SICK if health.get(flag))
+        if sick:
+            what = f"Envoy sends nothing to {address}: {', '.join(sick)}"
+            yield warn(check, what, "see the check `node.health`; can Envoy's machine reach the node?", name)
+
+
+def _address(status: Mapping[str, Any]) -> str | None:
+    socket = status.get("address", {}).get("socket_address", {})
+    host, port = socket.get("address"), socket.get("port_value")
+    if not host or not port:
+        return None
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,1 @@
+"""What the HTML reports of `analyze` and `bench` share."""
