@@ -114,17 +114,17 @@ def _text(body: bytes) -> str:
 
 
 async def _counts(ctx: Context) -> Counts | None:
-    """The router's counters: turns by outcome, and returns by result with `return ` before it."""
-    if not ctx.settings.admin:
+    """The counters of all workers: turns by outcome, and returns by result with `return ` before it."""
+    admins = [admin for i in range(ctx.settings.workers) if (admin := ctx.settings.worker(i).admin)]
+    answers = await asyncio.gather(*(ctx.get(f"http://{reachable(admin)}/metrics") for admin in admins))
+    if not answers or any(answer.status != OK for answer in answers):
         return None
-    answer = await ctx.get(f"http://{reachable(ctx.settings.admin)}/metrics")
-    if answer.status != OK:
-        return None
-    totals = Counter[str]()
-    for family, labels, value in _SAMPLE.findall(answer.body.decode(errors="replace")):
+    totals = dict[str, float]()
+    for family, labels, value in _SAMPLE.findall("".join(a.body.decode(errors="replace") for a in answers)):
         label = _LABEL.search(labels)
         if label:
-            totals[f"return {label[2]}" if family == "returns_total" else label[2]] += float(value)  # type: ignore[assignment]
+            name = f"return {label[2]}" if family == "returns_total" else label[2]
+            totals[name] = totals.get(name, 0.0) + float(value)
     return totals
 
 

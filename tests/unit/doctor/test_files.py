@@ -117,6 +117,8 @@ def test_files_that_fit_are_ok(tmp_path: Path) -> None:
         (line(transfer(), environ="UCX_TLS=tcp,self,sm"), D, "transport", "warn", "over TCP, the fallback", "rc"),
         (line(transfer(), environ="UCX_TLS=cuda_copy"), D, "transport", "warn", "names no transport of a fabric", "rc"),
         (line(transfer(), environ="UCX_TLS=rc,cuda_copy"), D, "transport", "ok", "UCX_TLS=rc,cuda_copy", ""),
+        (line(transfer(), environ="UCX_TLS=^tcp"), D, "transport", "ok", "takes the best it finds", ""),
+        (P, D, "transport", "ok", "UCX_TLS is unset", ""),
         (line(transfer(extra={"backends": ["LIBFABRIC"]})), D, "transport", "fail", "differs", "same `backends`"),
         (line(transfer(), environ="PYTHONHASHSEED=1"), line(transfer("kv_consumer")), "flags.hash_seed", "ok",
          "does not depend on it", ""),
