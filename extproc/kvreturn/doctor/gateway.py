@@ -50,8 +50,8 @@ Counts = Mapping[str, float]
 
 async def probe_gateway(ctx: Context) -> list[Finding]:
     """Play the conversation."""
-    models = [set(n.models) for n in ctx.nodes if n.models]
-    common = sorted(set.intersection(*models)) if models else []
+    served = [n.models for n in ctx.nodes if n.models]
+    common = [m for m in served[0] if all(m in others for others in served)] if served else []  # base models come first
     if not common:
         return [skipped(CHECK, "no model is known that all nodes serve")]
     model, before = common[0], await _counts(ctx)

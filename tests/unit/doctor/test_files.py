@@ -256,6 +256,18 @@ def test_several_nodes_of_one_file_are_told_apart(tmp_path: Path) -> None:
     assert [launch.source for launch in read_launches(path)] == [f"{path}#1", f"{path}#2"]
 
 
+def test_the_json_form_has_the_members_of_the_docs(tmp_path: Path) -> None:
+    ran, _ = doctor(tmp_path, P)
+    report = json.loads(ran.stdout)
+    members = {"schema", "kvreturn", "status", "config", "offline", "seconds", "counts", "findings"}
+    assert (report["schema"], report.keys()) == (1, members)
+    assert report["counts"].keys() == {"ok", "warn", "fail", "skipped"}
+    assert sum(report["counts"].values()) == len(report["findings"])
+    for finding in report["findings"]:
+        assert finding.keys() == {"check", "status", "subject", "found", "remedy"}
+        assert all(isinstance(value, str) for value in finding.values())
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
