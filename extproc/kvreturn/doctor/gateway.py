@@ -29,7 +29,7 @@ _LABEL = re.compile(r'(outcome|result)="([^"]*)"')
 _GOOD = {"hit", "partial_hit", "returned", "local_hit"}
 _REMEDIES = {
     "no_handle_from_decode": "see the check `streams`",
-    "unproven": "see the checks `proof`, `secret` and `flags`",
+    "unproven": "see the checks `proof`, `flags.secret` and `flags.block_size`",
     "not_a_continuation": "the two nodes render prompts differently: run the same model and tokenizer on both",
     "expired": "raise store.ttl: the handle did not live for a second",
     "below_threshold": "lower kv_recompute_threshold on the prefill node, or limits.min_tokens",
@@ -185,5 +185,5 @@ async def _eager(ctx: Context, model: str, before: Counts | None) -> list[Findin
     if not grown and mode == "auto":
         return [ok(check, "`auto` left the probe's turn on the decode node")]
     what = f"nothing went back at once ({told or 'no return was counted'})"
-    remedy = "see the checks `streams` and `secret`; kvreturn.return in the router's log tells more"
+    remedy = "see the checks `streams` and `flags.secret`; kvreturn.return in the router's log tells more"
     return [warn(check, what, remedy) if mode == "auto" else fail(check, what, remedy)]
