@@ -17,8 +17,16 @@ from support.doctor import Scripted, settings_file, worst
 from support.nodes import FakePrefill
 
 P, D = "127.0.0.1:1", "127.0.0.1:2"  # nobody is there
+LISTEN = "127.0.0.1:4"
 _VERSION = "0000000000000000000000000000000000000000/{}/Clean/RELEASE/BoringSSL"
 Answers = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 - JSON
+    """Ours, for these two nodes."""
+    _, settings = settings_file(tmp_path_factory.mktemp("settings"), P, D, listen=LISTEN)
+    return to_dict(build(settings))
 
 
 def _cluster(name: str, address: str, **health: bool) -> Any:  # noqa: ANN401 - JSON
@@ -65,14 +73,18 @@ _SICK = [_cluster("prefill", P, failed_active_health_check=True), _cluster("deco
     ],
 )
 async def test_what_envoy_says_of_itself(  # noqa: PLR0917 - as parametrized
-    tmp_path: Path, change: Callable[[Answers], object], prefill: str, check: str, status: str, finding: str
+    tmp_path: Path,
+    bootstrap: Any,  # noqa: ANN401 - JSON
+    change: Callable[[Answers], object],
+    prefill: str,
+    check: str,
+    status: str,
+    finding: str,
 ) -> None:
-    _, settings = settings_file(tmp_path, P, D)
-    answers = _admin(copy.deepcopy(to_dict(build(settings))))
+    answers = _admin(copy.deepcopy(bootstrap))
     change(answers)
     async with FakePrefill(Scripted({path: (200, body) for path, body in answers.items()})) as admin:
-        changes = {"listen": settings.listen, "envoy": {"admin": admin.address}}
-        path, _ = settings_file(tmp_path, prefill, D, **changes)
+        path, _ = settings_file(tmp_path, prefill, D, listen=LISTEN, envoy={"admin": admin.address})
         findings = list((await diagnose(Plan(path, seconds=2.0))).findings)
     found = worst(findings, check)
     assert found.status == status, found
