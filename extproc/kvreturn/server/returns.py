@@ -301,7 +301,7 @@ class Returns:
         """Wait until a return has ended, for a bounded time."""
         future = self._running.get(ticket)
         if future is None:
-            return Awaited()  # another router's, or over since
+            return Awaited(elsewhere=True)  # or over since
         try:
             async with asyncio.timeout(self._settings.wait):
                 return Awaited(await asyncio.shield(future))
