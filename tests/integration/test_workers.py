@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -204,8 +205,8 @@ async def test_a_return_of_a_router_that_died_is_neither_waited_for_nor_trusted(
     hangs = ReturnHangs()
     held = d_handle([*PROMPT, *range(151, 161)], secret=b"s")
     held["kvreturn"]["generated"] = list(range(151, 162))
-    returns = {"return": "eager", "returns": {"wait": 10, "deadline": 60}}
-    async with FakePrefill(hangs) as p, working(tmp_path, redis, p, **returns) as workers:
+    eager: dict[str, Any] = {"return": "eager", "returns": {"wait": 10, "deadline": 60}}
+    async with FakePrefill(hangs) as p, working(tmp_path, redis, p, **eager) as workers:
         await workers.turn(0, "Hi", headers=TENANT, params=held)
         await asyncio.wait_for(hangs.began.wait(), 5)
         os.kill(workers.pid(0), signal.SIGKILL)
