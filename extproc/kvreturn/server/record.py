@@ -117,8 +117,8 @@ class TurnRecord:
         """What this prefill leg tells about those to come."""
         turn, facts, world = self._turn, self._turn.facts, self._world
         record, prefill = turn.taken.record, turn.prefill_node
-        if facts.returned and turn.taken.ticket is not None and facts.outcome in _FATES:
-            world.returns.came(turn.taken.ticket, _FATES[facts.outcome])
+        if prefill and facts.returned and turn.taken.ticket is not None and facts.outcome in _FATES:
+            world.returns.came(turn.taken.ticket, _FATES[facts.outcome], prefill)
         if prefill and record and record.handle and prefill == record.prefill_node and not facts.retries:
             kept = facts.kept(record.prompt)
             if kept is not None:
