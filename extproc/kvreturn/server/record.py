@@ -1,6 +1,5 @@
 """What is told of a turn: metrics, one log line, and the record that the next turn finds."""
 
-import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -118,8 +117,8 @@ class TurnRecord:
         """What this prefill leg tells about those to come."""
         turn, facts, world = self._turn, self._turn.facts, self._world
         record, prefill = turn.taken.record, turn.prefill_node
-        if facts.returned and turn.taken.ticket is not None and facts.outcome in _FATES:
-            world.returns.came(turn.taken.ticket, _FATES[facts.outcome])
+        if prefill and facts.returned and turn.taken.ticket is not None and facts.outcome in _FATES:
+            world.returns.came(turn.taken.ticket, _FATES[facts.outcome], prefill)
         if prefill and record and record.handle and prefill == record.prefill_node and not facts.retries:
             kept = facts.kept(record.prompt)
             if kept is not None:
@@ -177,10 +176,10 @@ class TurnRecord:
         self._stored = True
         self.trace.event("terminal_event")
         put = replace(put, record=replace(put.record, trace=self.trace.name))
+        # Where the session was is a hint, which costs up to three store calls: the client's answer waits for one only.
+        self._world.tasks.start(self._world.note_session(self._turn, put.record))
         with self.trace.step("store"):
-            ticket, _ = await asyncio.gather(
-                self._world.put(put, self._turn.tenant), self._world.note_session(self._turn, put.record)
-            )
+            ticket = await self._world.put(put, self._turn.tenant)
         metrics = self._world.metrics
         (metrics.captured if put.record.handle and ticket is not None else metrics.missing).inc()
         # Without a ticket, it may be in the store all the same: what is late has not failed. So D keeps its blocks.

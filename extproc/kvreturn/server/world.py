@@ -22,6 +22,7 @@ from kvreturn.server.lifecycle import Lifecycle
 from kvreturn.server.policies import policy_for
 from kvreturn.server.quota import Quota
 from kvreturn.server.returns import Returns
+from kvreturn.server.tasks import Tasks
 from kvreturn.store.factory import open_store
 from kvreturn.store.guard import Guard
 from kvreturn.telemetry.metrics import Metrics
@@ -67,6 +68,7 @@ class World:
         guard: the way to it.
         quota: how much of it is whose.
         admission: counts live turns.
+        tasks: store calls that no answer waits for.
     """
 
     settings: Settings
@@ -84,6 +86,7 @@ class World:
     pressure: PressureWatch
     new_id: Callable[[], str] = _new_id
     tracing: Tracing = field(default_factory=Tracing)
+    tasks: Tasks = field(default_factory=Tasks)
     returns: Returns = field(init=False)
     quota: Quota = field(init=False)
     admission: Admission = field(init=False)
@@ -186,12 +189,20 @@ class World:
         self.returns.taken(taken.ticket)
 
     async def put(self, put: Put, tenant: bytes) -> bytes | None:
-        """Put a tenant's record into the store, within its deadline. Returns the ticket if it is there."""
+        """Put a tenant's record into the store, within its deadline. Returns the ticket if it is there.
+
+        One store call, as the client's answer waits for it. What must go to make room goes behind its back.
+        """
         ticket = await self.guard.put(put)
         if ticket is not None:
-            for over in self.quota.put(tenant, ticket, put.record.ttl):
-                self.metrics.over_limit.inc(await self.replace(over, _OVER))
+            over = self.quota.put(tenant, ticket, put.record.ttl)
+            if over:
+                self.tasks.start(self._drop(over))
         return ticket
+
+    async def _drop(self, tickets: Sequence[bytes]) -> None:
+        for ticket in tickets:
+            self.metrics.over_limit.inc(await self.replace(ticket, _OVER))
 
     async def recall(self, session: bytes) -> Taken:
         """Which nodes a session used last."""
