@@ -317,7 +317,7 @@ class Exchange:
             return echo(message, response=True) if duplex else [CONTINUE_RESPONSE_BODY]
         answers = response.body(message)
         if self._record:
-            self._record.body()
+            self._record.body(len(message.body))
         if self._keeper:
             await self._remember(self._keeper, response)
         # Stored before the client sees the event that ends its turn: it cannot ask again earlier.
