@@ -35,8 +35,8 @@ class Settings(Section):
     )
     admin: Address | None = Field(
         "127.0.0.1:9091",
-        description="Metrics, health, a page that shows what goes on, and the end of conversations (docs/admin.md); null "
-        "for none. Keep it off public networks.",
+        description="Metrics, health, a page that shows what goes on, and the end of conversations (docs/admin.md); "
+        "null for none. Keep it off public networks.",
     )
     workers: Count = Field(
         1,
