@@ -255,14 +255,13 @@ def _outcome(turn: JSON) -> str:
 
 
 def _store(store: JSON) -> str:
-    state = (
-        '<b class="bad">away</b>' if store["breaker_open"] or not store["answers"] else '<b class="good">answers</b>'
-    )
+    state = '<b class="bad">away</b>' if store["breaker_open"] else '<b class="good">in use</b>'
     rows = [
         ("state", state),
         ("kind", _e(store["url"] or store["kind"])),
         ("records" if store["kind"] == "memory" else "keys in its database", _count(store["records"])),
         ("bytes", _count(store["bytes"])),
+        *([("does not tell", _e(store["not_told"]))] if store["not_told"] else []),
         *((f"{name}, on average", f"{ms} ms") for name, ms in store["milliseconds"].items()),
         *((f"errors: {_e(kind)}", f"{n:,}") for kind, n in store["errors"].items()),
     ]

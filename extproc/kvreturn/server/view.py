@@ -93,12 +93,12 @@ def returns(world: World) -> JSON:
 async def store(world: World, most: int = 0) -> JSON:
     """The session store, and some of its records."""
     metrics, settings = world.metrics, world.settings.store
-    holding = await _look(world, most)
+    holding, why_not = await _look(world, most)
     return {
         "kind": "memory" if settings.url is None else "redis",
         "url": masked_store_url(settings.url.get_secret_value()) if settings.url else None,
-        "answers": holding is not None,
         "breaker_open": world.guard.is_open,
+        "not_told": why_not,
         "records": holding and holding.records,
         "bytes": holding and holding.size,
         "milliseconds": {
@@ -111,14 +111,17 @@ async def store(world: World, most: int = 0) -> JSON:
     } | ({"sessions": [asdict(held) for held in holding.some] if holding else []} if most else {})
 
 
-async def _look(world: World, most: int) -> Holding | None:
+async def _look(world: World, most: int) -> tuple[Holding | None, str | None]:
+    """What the store holds, or in one word why it does not tell: it may be well, and its user lack permissions."""
     if world.guard.is_open:
-        return None
+        return None, "breaker_open"
     try:
         async with asyncio.timeout(_LOOK):
-            return await world.store.look(most)
-    except (StoreError, TimeoutError):
-        return None
+            return await world.store.look(most), None
+    except StoreError as e:
+        return None, e.kind
+    except TimeoutError:
+        return None, "timeout"
 
 
 def _by(families: Any, label: str) -> dict[str, int]:  # noqa: ANN401 - the client library's

@@ -4,6 +4,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from kvreturn.store.url import masked_store_url
 from support.extproc import Request, Response
 from support.harness import DECODE, Clock, Harness, harness, settings
 from support.nodes import chat, decode_events, handle
+from support.redis import needs_redis, server, sharing
 from support.turns import compact
 
 HEADERS = {"content-type": "application/json", "authorization": "Bearer s3cr3t", "x-session-id": "sess-of-mine"}
@@ -160,7 +162,7 @@ async def test_what_needs_a_look() -> None:
     ]
     assert (await section(router, "pools"))["breakers_open"] == ["engine-of-d"]
     store = await section(router, "store")
-    assert (store["answers"], store["breaker_open"], store["records"]) == (False, True, None)
+    assert (store["not_told"], store["breaker_open"], store["records"]) == ("breaker_open", True, None)
     assert "Needs a look" in await html(router)
     await router.world.guard.aclose()
 
@@ -305,3 +307,24 @@ async def test_what_is_told_is_json_whatever_clients_write() -> None:
     assert turn["outcome"] == Outcome.FIRST_TURN
     assert json.dumps(turn["model"]).isascii()
     assert turn["model"] == "m???[31m"
+
+
+@needs_redis
+async def test_what_is_told_of_redis(tmp_path: Path) -> None:
+    with server(tmp_path) as redis:
+        async with sharing(f"redis://:pa55@127.0.0.1:{redis.port}") as refused:
+            assert (await section(refused, "store"))["breaker_open"]
+        async with sharing(redis.url) as router:
+            await router.play(request("Hi"), END)
+            told = await section(router, "store")
+            assert (told["kind"], told["url"], told["not_told"]) == ("redis", redis.url, None)
+            assert told["records"] > 3
+            assert {"take", "put"} <= told["milliseconds"].keys()
+            seen = (await section(router, "sessions"))["sessions"]
+            assert sorted(one["handle"] for one in seen) == [False, True]
+            assert "Good morning" not in json.dumps(seen)
+            allowed = ("~kvr1*", "+@all", "-scan")
+            assert redis.ask("ACL", "SETUSER", "default", "resetkeys", *allowed).startswith(b"+OK")
+            assert (await section(router, "store"))["not_told"] is None
+            denied = await section(router, "sessions")
+            assert denied["sessions"] == []
