@@ -15,6 +15,7 @@ p{margin:4px 0}ul{margin:4px 0;padding-left:18px}
 #age{margin-left:auto}
 .dim{color:var(--dim)}.good{color:var(--warm)}.bad{color:var(--broken)}
 .mono{font-family:ui-monospace,"SF Mono",Menlo,"DejaVu Sans Mono",monospace;font-size:12px}
+th.mono{font-family:inherit}
 .card,.tile,.trouble{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px;
 margin-bottom:14px;min-width:0}
 .trouble{background:var(--soft);border-color:var(--broken)}.trouble h2{color:var(--broken)}
@@ -22,7 +23,7 @@ margin-bottom:14px;min-width:0}
 .two{display:grid;grid-template-columns:1fr 1fr;gap:14px}
 @media (max-width:900px){.tiles,.two{grid-template-columns:1fr}}
 .big{font-size:30px;line-height:1.15;font-weight:600;margin:0;letter-spacing:-.02em}
-.wide{display:grid;grid-template-columns:auto 1fr;column-gap:20px;align-items:end}
+.wide{display:grid;grid-template-columns:auto 1fr;column-gap:20px;align-items:end;align-content:start}
 .wide h2,.wide p.dim{grid-column:1/-1}
 .chart{width:100%;height:44px;display:block}
 .strip{width:100%;height:20px;display:block}
