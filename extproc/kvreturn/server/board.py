@@ -130,6 +130,10 @@ class Board:
         step.continuations += view.outcome not in FRESH
         step.reused += view.outcome in REUSED
 
+    def left(self, turn: Watched) -> None:
+        """It is over, and its outcome is another one's to tell: the one of its P leg."""
+        del self._live[id(turn)]
+
     def live(self) -> list[TurnView]:
         """Turns that run, the oldest first."""
         return [turn.view() for turn in self._live.values()]

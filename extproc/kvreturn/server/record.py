@@ -290,9 +290,9 @@ class TurnRecord:
     def _phase(self) -> Phase:
         if self._closed:
             return "ended"
-        if self._first_byte is not None:
+        if self._received:
             return "streaming"
-        if self._forwarded:
+        if self._forwarded or self._status is not None:
             return "decode"
         return "prefill" if self.size else "arriving"
 
