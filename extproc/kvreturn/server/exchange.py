@@ -318,7 +318,7 @@ class Exchange:
             return echo(message, response=True) if duplex else [CONTINUE_RESPONSE_BODY]
         answers = response.body(message)
         if self._record:
-            self._record.body()
+            self._record.body(len(message.body))
         # Stored before the client sees the event that ends its turn: it cannot ask again earlier. Both calls at once.
         calls = [self._remember(self._keeper, response)] if self._keeper else []
         if response.capture.handle or message.end_of_stream:

@@ -9,8 +9,10 @@ from opentelemetry.trace import SpanKind
 
 from kvreturn.core.capture import Capture
 from kvreturn.core.choice import Fate
+from kvreturn.core.fingerprint import keyed_hash
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.turn import Turn
+from kvreturn.server.board import Phase, TurnView
 from kvreturn.server.world import World
 from kvreturn.telemetry.tracing import headers_of
 
@@ -78,6 +80,10 @@ class TurnRecord:
         self._stored = False
         self._ended = False
         self._closed = False
+        self._failure: str | None = None
+        self._received = 0  # bytes of D's body
+        self._moved = self._begun  # when something last happened
+        world.board.began(self)
 
     @property
     def kept(self) -> bool:
@@ -93,7 +99,8 @@ class TurnRecord:
             yield headers_of(span)
         finally:
             span.end()
-            self._prefill += self._world.clock() - begun
+            self._moved = self._world.clock()
+            self._prefill += self._moved - begun
 
     def forwarded(self) -> None:
         """The request goes to D."""
@@ -142,12 +149,14 @@ class TurnRecord:
 
     def responded(self, status: int, node: str | None) -> None:
         """D's headers are here."""
-        self._status, self._node = status, node
+        self._status, self._node, self._moved = status, node, self._world.clock()
 
-    def body(self) -> None:
-        """Bytes of D's body pass."""
+    def body(self, size: int) -> None:
+        """So many bytes of D's body pass."""
+        self._received += size
+        self._moved = self._world.clock()
         if self._first_byte is None:
-            self._first_byte = self._world.clock() - self._begun
+            self._first_byte = self._moved - self._begun
             self.trace.event("first_byte")
             self._world.metrics.first_byte_seconds.labels(self._turn.facts.outcome.value).observe(self._first_byte)
 
@@ -199,8 +208,9 @@ class TurnRecord:
                 facts.outcome = Outcome.REJECTED  # by us, by P, or by D before it had the whole request
         elif self._status is None and not facts.fallback:
             metrics.stranded.inc()
-        error = self._error()
+        error = self._failure = self._error()
         model = turn.prompt.model if turn.prompt else ""
+        self._world.board.ended(self)
         metrics.turn(facts.outcome, turn.api.name, model, served=self._status == _OK)
         self.trace.follows(turn.taken.record.trace if turn.taken.record else None)
         self.trace.end(self._model, _attributes(turn), error)
@@ -245,6 +255,45 @@ class TurnRecord:
         if error:
             metrics.errors.labels(error if error.isdigit() or error == "incomplete" else "in_band").inc()
         return error
+
+    def view(self) -> TurnView:
+        """The turn as it is now, for the admin view."""
+        turn, facts, now = self._turn, self._turn.facts, self._world.clock()
+        trace = self.trace.name
+        return TurnView(
+            phase=self._phase(),
+            age=now - self._begun,
+            quiet=now - self._moved,
+            api=turn.api.name,
+            model=printable(turn.prompt.model) if turn.prompt else "",
+            tenant=keyed_hash(self._world.key, turn.tenant)[:6].hex(),
+            session=turn.conversation_key.hex()[-16:] if turn.conversation_key else None,
+            outcome=facts.outcome,
+            detail=facts.detail if facts.detail != facts.outcome else None,
+            status=self._status,
+            error=self._failure and printable(self._failure),
+            prefill_node=turn.prefill_node,
+            decode_node=self._node or turn.decode_node,
+            request_bytes=self.size,
+            response_bytes=self._received,
+            prompt=facts.prefill.prompt,
+            read=facts.read,
+            local=facts.local,
+            prefill_ms=self._prefill * 1e3,
+            first_byte_ms=None if self._first_byte is None else self._first_byte * 1e3,
+            going=facts.going,
+            captured=facts.captured,
+            trace=trace.split("-")[1] if trace else None,
+        )
+
+    def _phase(self) -> Phase:
+        if self._closed:
+            return "ended"
+        if self._received:
+            return "streaming"
+        if self._forwarded or self._status is not None:
+            return "decode"
+        return "prefill" if self.size else "arriving"
 
 
 def _attributes(turn: Turn) -> dict[str, str | int | float | bool | Sequence[str]]:

@@ -216,8 +216,10 @@ class DecodeExchange(_LegExchange):
 class DecodeRecord(TurnRecord):
     """The turn's outcome is counted where its P leg passes; here, what it leaves."""
 
-    def body(self) -> None:
+    def body(self, size: int) -> None:
         """See `TurnRecord.body`: when the turn began is not known here."""
+        self._received += size
+        self._moved = self._world.clock()
 
     def close(self) -> None:
         """See `TurnRecord.close`."""
@@ -225,6 +227,7 @@ class DecodeRecord(TurnRecord):
             return
         self._closed = True
         facts, error = self._turn.facts, self._error()
+        self._world.board.left(self)
         self.trace.end(self._model, {"kvreturn.handle.captured": facts.captured}, error)
         log.info(
             "leg=decode api=%s model=%s status=%s captured=%s session=%s%s",

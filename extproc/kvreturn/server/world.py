@@ -17,6 +17,7 @@ from kvreturn.core.policy import Policy
 from kvreturn.core.ports import Put, Record, SessionStore, Taken
 from kvreturn.core.turn import Turn
 from kvreturn.server.admission import Admission
+from kvreturn.server.board import Board
 from kvreturn.server.freeing import Freeing
 from kvreturn.server.lifecycle import Lifecycle
 from kvreturn.server.policies import policy_for
@@ -92,6 +93,7 @@ class World:
     admission: Admission = field(init=False)
     freeing: Freeing = field(init=False)
     lifecycle: Lifecycle = field(init=False)
+    board: Board = field(init=False)
     _said: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -99,6 +101,7 @@ class World:
         self.returns = Returns(self)
         self.freeing = Freeing(self)
         self.lifecycle = Lifecycle(self)
+        self.board = Board(self.clock)
         self.quota = Quota(self.settings.limits.sessions_per_tenant, self.clock)
         self.admission = Admission(self.settings.limits)
         self.metrics.watch("live_turns", "Turns that are being processed.", lambda: self.admission.live)
@@ -167,6 +170,11 @@ class World:
             return Scope(self.key, b"tenant\0" + headers.get(name.lower(), "").encode())
         credentials = "\0".join(_folded(headers.get(h, "")) for h in _CREDENTIALS)
         return Scope(self.key, b"credential\0" + keyed_hash(self.key, credentials.encode()))
+
+    @property
+    def warnings(self) -> list[str]:
+        """What has been said so."""
+        return sorted(self._said)
 
     def warn_once(self, text: str) -> None:
         """Say what an operator should know, once in this process."""

@@ -351,3 +351,12 @@ async def test_a_handle_is_taken_once() -> None:
     assert carried_handle(first.upstream.body) == handle()
     assert carried_handle(second.upstream.body) is None
     assert proxy.router.outcomes() == {"first_turn": 1, "hit": 1, "already_taken": 1}
+
+
+async def test_the_admin_view_tells_of_a_turn_once_and_keeps_none_that_is_over() -> None:
+    proxy = Proxy()
+    await proxy.turn(FIRST)
+    await proxy.turn(NEXT)
+    board = proxy.router.world.board
+    assert board.live() == []
+    assert [view.outcome.value for _, view in board.recent()] == ["hit", "first_turn"]
