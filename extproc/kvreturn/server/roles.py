@@ -51,11 +51,13 @@ L = TypeVar("L", PrefillLeg, DecodeLeg)
 class _LegExchange(Exchange):
     """What both roles have in common. Nothing is refused but what Envoy's set-up makes impossible."""
 
+    _keeps = False  # nodes of this role keep responses for clients
+
     async def _request_headers(self, message: HttpHeaders) -> list[Message]:
         self._headers = read_headers(message.headers)
-        api = turn_api(self._headers)
-        if stored_response(self._headers):
+        if self._keeps and stored_response(self._headers):
             return await super()._request_headers(message)
+        api = turn_api(self._headers)
         changes = self._own()
         if message.end_of_stream or not api:
             return self._leave(changes)
@@ -87,11 +89,11 @@ class _LegExchange(Exchange):
         return policy
 
     async def _proceed(self, request: RequestSide) -> list[Message]:
+        if self._turn is None or self._record is None:
+            return await super()._proceed(request)
         if not request.complete or self._forwarded:
             return []
         self._forwarded = True
-        assert self._turn
-        assert self._record
         headers = {h: self._headers[h] for h in PREFILL_HEADERS if h in self._headers}
         decision = await drive(self._turn, request.take(), self._world, self._record, headers)
         assert isinstance(decision, Forward)
@@ -201,6 +203,8 @@ class PrefillExchange(_LegExchange):
 
 class DecodeExchange(_LegExchange):
     """Role `decode`: the handle is taken out of the decode node's answer, and kept."""
+
+    _keeps = True
 
     def _begin(self, api: API) -> None:
         self._turn = self._read_as(DecodeLeg, api)

@@ -269,6 +269,16 @@ async def test_other_requests_pass_with_their_parameters(role: str, path: str) -
     assert proxy.router.outcomes() == {}
 
 
+async def test_a_stored_response_of_a_decode_node_has_its_handle_in_it_and_does_not_show_it() -> None:
+    proxy, path = Proxy(), "/v1/responses/resp_1"
+    kept = json.dumps({"id": "resp_1", "kv_transfer_params": handle()}).encode()
+    for method, pieces in (("GET", []), ("POST", [b"{}"])):
+        for role, shown in (("decode", b'{"id": "resp_1"}'), ("prefill", kept)):
+            envoy = proxy.router.envoy(role=role)
+            await envoy.play(Request(path, pieces, method, headers=JSON), Response([kept], headers=JSON))
+            assert envoy.client.body == shown, (method, role)
+
+
 async def test_a_handle_that_a_client_hid_in_another_member_does_not_pass() -> None:
     proxy = Proxy()
     for leg in (
