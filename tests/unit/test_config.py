@@ -191,7 +191,7 @@ def test_a_time_is_a_positive_number_of_seconds(tmp_path: Path, name: str, value
         ),
         (
             "envoy:\n  admin: 127.0.0.1:8003\n  orchestrated: {}\n",
-            "5: envoy.orchestrated.decode_listen and envoy.admin: both are 127.0.0.1:8003",
+            "6: envoy.orchestrated.decode_listen and envoy.admin: both are 127.0.0.1:8003",
         ),
     ],
 )

@@ -62,7 +62,7 @@ class _LegExchange(Exchange):
         if message.end_of_stream or not api:
             return self._leave(changes)
         self._looks = True
-        request = self._request = RequestSide(self._config, self._world.settings.limits.request_bytes)
+        request = self._request = RequestSide(self._config, self._limits.request_bytes)
         if not request.readable or self._config.response_body_mode == Mode.NONE:
             return self._refuse_setup()
         self._begin(api)
@@ -156,8 +156,7 @@ class PrefillExchange(_LegExchange):
                 return again
         self._record.responded(status, node)
         self._reply = Reply(node, status)
-        limit = self._world.settings.limits.response_bytes
-        capture = BodyCapture(self._leg.answer, limit, rewrite=self._read_answer)
+        capture = BodyCapture(self._leg.answer, self._limits.response_bytes, rewrite=self._read_answer)
         self._response = ResponseSide(self._config.response_body_mode, capture, None)
         if message.response_headers.end_of_stream:
             await self._settle(end=True)
