@@ -76,6 +76,7 @@ class PrefillLeg(_Leg):
     def _joined(self, params: Mapping[str, Any]) -> Generator[Effect, Result, Forward]:
         if any(params.get(name) for name in _OWN):
             self.facts.outcome = Outcome.FOREIGN_HANDLE
+            self.facts.detail = "decode_leg" if params.get("do_remote_prefill") else None
             return Forward(self.body.text)
         if params.get("do_remote_decode") is not True:
             self.facts.outcome, self.facts.detail = Outcome.DISABLED, "no_transfer_params"
