@@ -56,4 +56,4 @@ docs: $(STAMP)  ## Generate the reference parts of README.md and envoy/*.yaml
 	$(BIN)/python scripts/gen_docs.py
 
 clean:  ## Remove the virtual environment and caches
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz .vllm-scripts

@@ -277,7 +277,7 @@ def _stored_responses(s: Subject) -> Iterator[Finding]:
         if route.passes(s.entry):
             if "headers" not in route.route["match"]:
                 seen.add(id(route.host))
-        elif route.clusters & s.guarded:
+        elif route.clusters & s.guarded and s.node_key(route) == names.DECODE_NODE_KEY:
             what = (
                 f"GET {names.STORED_RESPONSES}... reaches the decode nodes without the router, and a stored response "
                 "has its handle in it; put a route with that prefix before this one, with the filter"

@@ -18,6 +18,7 @@ MODES = "{request_body_mode: BUFFERED, response_body_mode: STREAMED}"
 TIMEOUT = "message_timeout: 61s"
 ROUTE = "route: {cluster: vllm, timeout: 0s}"
 STORED_ROUTE = "route: {timeout: 0s, cluster: vllm}"
+PREFILL_ROLE = "initial_metadata: [{key: x-kvreturn-role, value: prefill}]"
 ON = "typed_per_filter_config: {kv: {'@type': x/envoy.config.route.v3.FilterConfig, config: {}}}"
 FULL_DUPLEX = (
     "{request_body_mode: FULL_DUPLEX_STREAMED, response_body_mode: FULL_DUPLEX_STREAMED, "
@@ -159,6 +160,15 @@ BREAKS: list[tuple[str, list[tuple[str, str]]]] = [
             (
                 "type: STATIC\n      load_assignment:\n        cluster_name: vllm",
                 "type: ORIGINAL_DST\n      load_assignment:\n        cluster_name: vllm",
+            )
+        ],
+    ),
+    (
+        "p-node-choice",  # the router names prefill nodes under another key
+        [
+            (
+                "grpc_service: {envoy_grpc: {cluster_name: kvreturn}",
+                f"grpc_service: {{{PREFILL_ROLE}, envoy_grpc: {{cluster_name: kvreturn}}",
             )
         ],
     ),
