@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo engine test test-engine clients test-clients replay fuzz lint format proto docs clean
+.PHONY: help demo engine test test-engine clients test-clients replay fuzz chaos soak lint format proto docs clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,12 @@ replay: $(STAMP)  ## All real histories under all templates, against tokens; pri
 fuzz: $(STAMP)  ## The fuzz targets for SECONDS (600) together, guided by coverage; ARGS=NAME for one of them
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,fuzz]'
 	$(BIN)/python scripts/run_fuzz.py --seconds $(or $(SECONDS),600) $(ARGS)
+
+chaos: $(STAMP)  ## Kill, restart and pause everything under 50 conversations, real Envoy and Redis (5 minutes at most)
+	@$(BIN)/python bench/chaos.py $(ARGS)
+
+soak: $(STAMP)  ## Conversations at half load for MINUTES (30): memory, descriptors and streams of the routers
+	@$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),30) $(ARGS)
 
 lint: $(STAMP)  ## Formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -301,3 +301,28 @@ class TestText:
 def test_the_protos_come_without_pydantics_warnings() -> None:
     # Under pytest's "error" filter the import at the head of this file would have failed.
     assert sorted(protos.__all__) == sorted(n for n in vars(protos) if n.endswith("_pb") or n == "Any")
+
+
+class TestSeveralRouters:
+    ROUTERS: Json = {"envoy": {"routers": ["10.0.0.9:9090", "10.0.0.10:9090"]}}  # noqa: RUF012 - never changed
+
+    def test_one_that_breaks_off_or_drains_gets_no_more_streams(self) -> None:
+        made = cluster("kvreturn_router", settings(**self.ROUTERS))
+        assert hosts(made) == ["10.0.0.9 9090", "10.0.0.10 9090"]
+        assert made.outlier_detection
+        assert made.outlier_detection.consecutive_local_origin_failure == 1
+        assert made.outlier_detection.enforcing_consecutive_5xx == 0
+        assert [check.grpc_health_check is not None for check in made.health_checks] == [True]
+
+    @pytest.mark.parametrize("several", [ROUTERS, {"workers": 2, "store": {"url": "redis://h"}, "secret": "s"}])
+    def test_only_what_no_router_has_seen_is_sent_again(self, several: Json) -> None:
+        service = ext_proc(settings(**several)).grpc_service
+        assert service
+        assert service.retry_policy
+        assert service.retry_policy.retry_on == "connect-failure,refused-stream,reset-before-request"
+
+    def test_a_single_one_is_neither_ejected_nor_avoided(self) -> None:
+        assert cluster("kvreturn_router", settings()).outlier_detection is None
+        service = ext_proc(settings()).grpc_service
+        assert service
+        assert service.retry_policy is None
