@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo engine test test-engine clients test-clients replay fuzz lint format proto docs clean
+.PHONY: help demo engine test test-engine clients test-clients replay fuzz chaos soak lint format proto docs clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,12 @@ fuzz: $(STAMP)  ## The fuzz targets for SECONDS (600) together, guided by covera
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,fuzz]'
 	$(BIN)/python scripts/run_fuzz.py --seconds $(or $(SECONDS),600) $(ARGS)
 
+chaos: $(STAMP)  ## Kill, restart and pause everything under 50 conversations, real Envoy and Redis (5 minutes at most)
+	@$(BIN)/python bench/chaos.py $(ARGS)
+
+soak: $(STAMP)  ## Conversations at half load for MINUTES (30): memory, descriptors and streams of the routers
+	@$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),30) $(ARGS)
+
 lint: $(STAMP)  ## Formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -57,4 +63,4 @@ docs: $(STAMP)  ## Generate the reference parts of README.md, docs/metrics.md an
 	$(BIN)/python scripts/gen_dashboard.py
 
 clean:  ## Remove the virtual environment and caches
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz .vllm-scripts

@@ -119,7 +119,7 @@ async def _look(deployment: Deployment, session: aiohttp.ClientSession, at: floa
     for router, admin in zip(deployment.routers, deployment.admins, strict=True):
         proc = Path(f"/proc/{router.pid}")
         rss = next(line for line in (proc / "status").read_text().splitlines() if line.startswith("VmRSS:"))
-        while not (counted := await samples(session, admin)):  # a busy machine
+        while not (counted := await samples(session, admin)):  # noqa: ASYNC110 - a busy machine
             await asyncio.sleep(1.0)
         streams, turns = (int(counted[f"kvreturn_live_{name}"]) for name in ("streams", "turns"))
         fds = sum(1 for _ in (proc / "fd").iterdir())

@@ -18,15 +18,16 @@ _NOTHING_TO_GAIN = ("first_turn", "slower")
 
 async def samples(session: aiohttp.ClientSession, admin: str) -> dict[str, float]:
     """A router's metrics by name, labels added up; empty if it does not answer."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = {}
     with contextlib.suppress(aiohttp.ClientError, TimeoutError):
         async with session.get(f"http://{admin}/metrics", timeout=aiohttp.ClientTimeout(total=2)) as response:
             text = await response.text()
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 outcome = f":{sample.labels['outcome']}" if sample.name == _TURNS else ""
-                found[sample.name + outcome] += sample.value
-    return dict(found)
+                name = sample.name + outcome
+                found[name] = found.get(name, 0.0) + sample.value
+    return found
 
 
 @dataclass

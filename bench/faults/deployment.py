@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from kvreturn.envoy.runner import EnvoyProcess
 MODEL = "sim"
 CONCURRENCY = 2
 """Envoy's worker threads; each finds out by itself that a node refuses connections."""
+_EACH = 2  # routers, prefill nodes, decode nodes
 DRAIN = 10.0
 """Seconds that a router may take to drain."""
 DECODE_RATE = 30.0
@@ -41,8 +42,7 @@ class Deployment:
         decodes: D nodes.
         routers: `kvreturn serve` processes.
         admins: of each router, the address of its metrics.
-        envoy: the process.
-        stores: Redis; None where the routers' own memory is enough.
+        stores: Redis.
         oracle: base URL of a plain single node's API, which all answers must equal.
     """
 
@@ -51,8 +51,7 @@ class Deployment:
     decodes: list[Process]
     routers: list[Process]
     admins: list[str]
-    envoy: EnvoyProcess
-    stores: Stores | None
+    stores: Stores
     oracle: str
 
     @property
@@ -85,24 +84,12 @@ async def _text(session: aiohttp.ClientSession, url: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def deployed(
-    sink: Sink,
-    change: Callable[[dict[str, Any]], object] = lambda _: None,
-    *,
-    routers: int = 2,
-    nodes: int = 2,
-    redis: bool = True,
-    **settings: Any,  # noqa: ANN401 - settings as YAML has them
-) -> AsyncIterator[Deployment]:
+async def deployed(sink: Sink, *, deadline: float = DEADLINE) -> AsyncIterator[Deployment]:
     """Start everything; at the end nothing is left.
 
     Args:
         sink: takes all logs.
-        change: edits Envoy's bootstrap.
-        routers: how many.
-        nodes: how many prefill nodes, and as many decode nodes.
-        redis: keep sessions in Redis.
-        settings: further ones of the routers.
+        deadline: the routers' `store.deadline`, seconds.
 
     Raises:
         ProcessError: something did not start.
@@ -115,9 +102,8 @@ async def deployed(
         name = f"{role} node {address}"
         return kvreturn(name, ["sim", role, "--listen", address, *arguments], health(address), sink)
 
-    free = iter(free_addresses(2 * nodes + 2 * routers + 3 + 3 + 1))
-    p_addresses, d_addresses = ([next(free) for _ in range(nodes)] for _ in range(2))
-    listens, admins = ([next(free) for _ in range(routers)] for _ in range(2))
+    free = iter(free_addresses(4 * _EACH + 3 + 3 + 1))
+    p_addresses, d_addresses, listens, admins = ([next(free) for _ in range(_EACH)] for _ in range(4))
     envoy_ports = {name: next(free) for name in ("listen", "prefill_listen", "admin")}
     single, *store_addresses = free
     prefills = [node("prefill", a, *rates, "--no-prefix-caching") for a in p_addresses]
@@ -125,29 +111,25 @@ async def deployed(
     oracle = node("single", single, *at_once)
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvreturn-faults-")))
-        stores = Stores.create([int(a.rpartition(":")[2]) for a in store_addresses], folder, sink) if redis else None
+        stores = Stores.create([int(a.rpartition(":")[2]) for a in store_addresses], folder, sink)
         plain: dict[str, Any] = {
             "pools": {"prefill": p_addresses, "decode": d_addresses},
             "drain_timeout": DRAIN,
             "secret": "the secret of a fault run",
             "envoy": {**envoy_ports, "routers": listens},
-            **settings,
+            "store": {"url": stores.url, "deadline": deadline},
         }
-        if stores:
-            plain["store"] = {"url": stores.url, "deadline": DEADLINE}
         each = [{**plain, "listen": listen, "admin": admin} for listen, admin in zip(listens, admins, strict=True)]
         running = [router(number, own, folder, sink) for number, own in enumerate(each)]
-        if stores:
-            stack.push_async_callback(stores.stop)
-            await stores.start()
+        stack.push_async_callback(stores.stop)
+        await stores.start()
         started = [*prefills, *decodes, oracle, *running]
         stack.push_async_callback(_stop, started)
         await asyncio.gather(*[process.start() for process in started])
         checked = Settings.model_validate(each[0])
-        bootstrap = to_dict(build(checked))
-        change(bootstrap)
-        envoy = await stack.enter_async_context(EnvoyProcess(bootstrap, sink=sink, concurrency=CONCURRENCY))
-        made = Deployment(checked, prefills, decodes, running, admins, envoy, stores, f"http://{single}/v1")
+        envoy = EnvoyProcess(to_dict(build(checked)), sink=sink, concurrency=CONCURRENCY)
+        await stack.enter_async_context(envoy)
+        made = Deployment(checked, prefills, decodes, running, admins, stores, f"http://{single}/v1")
         async with aiohttp.ClientSession() as session:
             for listen in listens:
                 await made.usable(session, names.ROUTER_CLUSTER, listen)

@@ -48,7 +48,6 @@ class Scene:
     @property
     def stores(self) -> Stores:
         """Redis."""
-        assert self.deployment.stores
         return self.deployment.stores
 
 
@@ -153,7 +152,8 @@ async def _node_killed(scene: Scene, node: Process, cluster: str, address: str) 
     await asyncio.sleep(_AWAY)
     await node.start()
     await scene.deployment.usable(scene.session, cluster, address)
-    return Told(f"kill -9 with {active} requests on it", cut, lost=active, refused=CONCURRENCY)
+    # Each thread of Envoy finds out by a request of its own that the node refuses.
+    return Told(f"kill -9 with {active} requests on it", cut, lost=active + CONCURRENCY, refused=CONCURRENCY)
 
 
 Event = Callable[[Scene], Awaitable[Told]]

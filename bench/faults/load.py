@@ -69,8 +69,8 @@ class Load:
     deployment: Deployment
     conversations: int = 50
     turns: int = 6
-    think: float = 3.0
-    tokens: int = 30
+    think: float = 3.5
+    tokens: int = 24
     sent: list[Sent] = field(default_factory=list)
     open: dict[int, float] = field(default_factory=dict)
     keep: bool = True

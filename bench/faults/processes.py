@@ -21,7 +21,7 @@ _READY_WITHIN = 40.0
 _OK = 200
 _SENTINEL = """\
 sentinel monitor {service} 127.0.0.1 {primary} 1
-sentinel down-after-milliseconds {service} 1000
+sentinel down-after-milliseconds {service} 3000
 sentinel failover-timeout {service} 10000
 """
 SERVICE = "chaos"
@@ -210,16 +210,20 @@ class Stores:
         await _until(done)
 
     async def primary(self) -> int:
-        """Index of the server that sentinel names as the primary.
+        """Index of the server that sentinel names as the primary, once it does.
 
         Raises:
-            ProcessError: it names none of them.
+            TimeoutError: that takes more than half a minute.
         """
-        told = await ask(self.sentinel_port, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
-        for index, port in enumerate(self.ports):
-            if f"\r\n{port}\r\n" in told:
-                return index
-        raise ProcessError(f"sentinel does not tell the primary: {told!r}")
+        found: list[int] = []
+
+        async def done() -> bool:
+            told = await ask(self.sentinel_port, "SENTINEL", "GET-MASTER-ADDR-BY-NAME", SERVICE)
+            found.extend(index for index, port in enumerate(self.ports) if f"\r\n{port}\r\n" in told)
+            return bool(found)
+
+        await _until(done)
+        return found[0]
 
     async def promoted(self, old: int) -> float:
         """Wait until sentinel names another primary than `old`, and it takes writes. Returns seconds.

@@ -34,7 +34,9 @@ class Settings(Section):
         "127.0.0.1:9090", description="Where Envoy reaches the ext_proc server: `host:port` or `unix:/path`."
     )
     admin: Address | None = Field(
-        "127.0.0.1:9091", description="Metrics and health over HTTP; null for none. Keep it off public networks."
+        "127.0.0.1:9091",
+        description="Metrics, health, a page that shows what goes on, and the end of conversations (docs/admin.md); "
+        "null for none. Keep it off public networks.",
     )
     workers: Count = Field(
         1,

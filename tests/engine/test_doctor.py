@@ -1,5 +1,6 @@
 """`kvreturn doctor` against real vLLM nodes, with our connector and with vLLM's own."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -43,13 +44,14 @@ async def doctor(engine: Engine, folder: Path) -> dict[str, list[Finding]]:
 @pytest_asyncio.fixture(loop_scope="session")
 async def stock(engine: Engine) -> AsyncIterator[None]:
     """Both nodes run vLLM's own connector. Our plugin is still there, so streams carry handles."""
-    for name in ("prefill", "decode"):
+
+    async def change(name: str, *, stock: bool) -> None:
         await engine.stop(name)
-        await engine.start(name, stock=True)
+        await engine.start(name, stock=stock)
+
+    await asyncio.gather(*(change(name, stock=True) for name in ("prefill", "decode")))
     yield
-    for name in ("prefill", "decode"):
-        await engine.stop(name)
-        await engine.start(name)
+    await asyncio.gather(*(change(name, stock=False) for name in ("prefill", "decode")))
 
 
 async def test_our_connector_on_both_sides_is_well(engine: Engine, tmp_path: Path) -> None:

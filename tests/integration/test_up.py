@@ -21,6 +21,7 @@ from kvreturn.cli.main import main
 from kvreturn.config import Settings
 from kvreturn.envoy.process import ProcessError
 from support.envoy import Node, serving, unused_address
+from support.redis import needs_redis, server
 
 # Stands in for `kvreturn serve` where it has to misbehave: answers gRPC health checks, and then does as told.
 ROUTER = """
@@ -70,20 +71,31 @@ class Up:
     async def see(self, text: str) -> str:
         """Read on until a line has this text."""
         assert self.process.stdout
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):  # starting is slow where many processes do
             while line := (await self.process.stdout.readline()).decode():
                 self.lines.append(line)
                 if text in line:
                     return line
         raise AssertionError("".join(self.lines))
 
+    async def see_all(self, text: str) -> None:
+        """As `see`, of the lines that were read already too."""
+        if not any(text in line for line in self.lines):
+            await self.see(text)
+
 
 @pytest.fixture
 async def running(config: dict[str, Any], tmp_path: Path) -> AsyncIterator[Up]:
+    async with up_with(config, tmp_path) as process:
+        yield process
+
+
+@contextlib.asynccontextmanager
+async def up_with(config: dict[str, Any], tmp_path: Path, *options: str) -> AsyncIterator[Up]:
     path = tmp_path / "kvreturn.yaml"
     path.write_text(yaml.safe_dump(config))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvreturn.cli.main", "up", "--config", str(path), "--concurrency", "1"),
+        *(sys.executable, "-m", "kvreturn.cli.main", "up", "--config", str(path), "--concurrency", "1", *options),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -129,6 +141,29 @@ class TestUp:
                 await stream.read()
             node.gate.set()
         assert await running.process.wait() == 0
+
+    @needs_redis
+    async def test_workers_serve_behind_one_envoy_and_reload(self, config: dict[str, Any], tmp_path: Path) -> None:
+        config |= {"listen": f"unix:{tmp_path}/router", "tenant_header": "x-tenant", "drain_timeout": 0.1}
+        with server(tmp_path) as redis:
+            config["store"] = {"url": redis.url}
+            async with up_with(config, tmp_path, "--workers", "2", "--watch") as running:
+                await running.see("ready")
+                async with aiohttp.ClientSession() as client:
+                    for i in range(20):
+                        body = {"model": "m", "messages": [{"role": "user", "content": f"Hi {i}"}]}
+                        url = f"http://{config['envoy']['listen']}/v1/chat/completions"
+                        async with client.post(url, json=body, headers={"x-tenant": "t"}) as answer:
+                            await answer.read()
+                for worker in range(2):
+                    await running.see_all(f"worker {worker} kvreturn.turn outcome=")
+                path = tmp_path / "kvreturn.yaml"
+                path.write_text(yaml.safe_dump({**config, "proof": "off"}))
+                for worker in range(2):
+                    await running.see_all(f"worker {worker} kvreturn settings reloaded; changed: proof")
+                running.process.send_signal(signal.SIGTERM)
+                assert await running.process.wait() == 0
+                await running.see_all("all workers have stopped")
 
     async def test_a_dead_envoy_takes_the_router_with_it(self, running: Up) -> None:
         await running.see("ready")

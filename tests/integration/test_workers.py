@@ -1,28 +1,35 @@
 """`kvreturn serve --workers`: real processes, real signals, a real redis-server."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
 from support.extproc import Envoy, Modes, Request, body_message, headers_message
 from support.harness import DECODE
-from support.nodes import FakePrefill, chat, decode_events, handle
+from support.nodes import FakePrefill, Seen, chat, decode_events, handle, prefill_body, prefill_params, report
 from support.redis import Server, needs_redis, server
 from support.serve import spawn, write
 from support.streams import GrpcStream
+from support.turns import d_handle
 from support.workers import exists, working
 
 pytestmark = needs_redis
 EVENTS = decode_events(params=handle())
 SSE = {":status": "200", "content-type": "text/event-stream"}
 TENANT = {"x-tenant": "t"}
+PROMPT = list(range(1, 151))
 
 
 @pytest.fixture(scope="module")
@@ -170,3 +177,67 @@ async def test_what_no_worker_can_start_with_ends_all(redis: Server, node: FakeP
     assert time.monotonic() - begun < 8
     assert "could not start; its last lines say why" in err.decode()
     assert "OTEL_TRACES_EXPORTER" in err.decode()
+
+
+class ReturnHangs:
+    """P with our connector, which never ends an eager return.
+
+    Attributes:
+        began: set once it has one.
+    """
+
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+
+    async def __call__(self, seen: Seen) -> web.StreamResponse:
+        body = json.loads(seen.body)
+        if body.get("prompt") == [1]:  # the router asks whether it could
+            return web.json_response({"choices": [{}], "kv_transfer_params": {"remote_block_ids": [[1]]}})
+        if seen.path == "/v1/completions":
+            self.began.set()
+            await asyncio.Event().wait()
+        told = prefill_params(**report(proven=0, read=0))
+        answer = json.loads(prefill_body(told, prompt=150)) | {"prompt_token_ids": PROMPT}
+        return web.json_response(answer)
+
+
+async def test_a_return_of_a_router_that_died_is_neither_waited_for_nor_trusted(redis: Server, tmp_path: Path) -> None:
+    hangs = ReturnHangs()
+    held = d_handle([*PROMPT, *range(151, 161)], secret=b"s")
+    held["kvreturn"]["generated"] = list(range(151, 162))
+    eager: dict[str, Any] = {"return": "eager", "returns": {"wait": 10, "deadline": 60}}
+    async with FakePrefill(hangs) as p, working(tmp_path, redis, p, **eager) as workers:
+        await workers.turn(0, "Hi", headers=TENANT, params=held)
+        await asyncio.wait_for(hangs.began.wait(), 5)
+        os.kill(workers.pid(0), signal.SIGKILL)
+        begun = time.monotonic()
+        await workers.turn(1, "Hi", "Good morning", "And?", headers=TENANT, params=held)
+        assert time.monotonic() - begun < 3  # of the 10 that it would wait for one of its own
+        await workers.see(r"worker 1 kvreturn.turn outcome=return_failed\(unfinished\)")
+
+
+async def test_fr118_spans_of_all_workers_arrive(redis: Server, node: FakePrefill, tmp_path: Path) -> None:
+    """Exporters whose threads were started before a fork are dead in the child (opentelemetry-python#3307)."""
+    traces: set[str] = set()
+
+    async def collect(request: web.Request) -> web.Response:
+        sent = trace_service_pb2.ExportTraceServiceRequest.FromString(await request.read())
+        spans = (span for r in sent.resource_spans for s in r.scope_spans for span in s.spans)
+        traces.update(span.trace_id.hex() for span in spans)
+        return web.Response(body=trace_service_pb2.ExportTraceServiceResponse().SerializeToString())
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", collect)
+    async with TestServer(app, host="127.0.0.1") as collector:
+        environ = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": str(collector.make_url("")),
+            "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
+            "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
+        }
+        async with working(tmp_path, redis, node, environ=environ) as workers:
+            for i in range(2):
+                parent = f"00-{i + 1:032x}-00000000000000ab-01"
+                await workers.turn(i, f"Hi {i}", headers={**TENANT, "traceparent": parent})
+            workers.process.send_signal(signal.SIGTERM)
+            assert await workers.ended() == 0  # what was left is exported at the end
+    assert {f"{1:032x}", f"{2:032x}"} <= traces

@@ -63,7 +63,7 @@ class Tap:
             with contextlib.closing(far_writer):
                 pumps = [
                     asyncio.create_task(_pump(reader, far_writer, sent.append)),
-                    asyncio.create_task(_pump(far_reader, writer, kept.extend, self.delay)),
+                    asyncio.create_task(_pump(far_reader, writer, kept.extend, lambda: self.delay)),
                 ]
                 try:  # whoever closes closes both: no client here, and no server, goes on after that
                     await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
@@ -84,11 +84,14 @@ class Tap:
 
 
 async def _pump(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, keep: Callable[[bytes], None], delay: float = 0.0
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    keep: Callable[[bytes], None],
+    delay: Callable[[], float] = lambda: 0.0,
 ) -> None:
     with contextlib.suppress(ConnectionError):
         while data := await reader.read(1 << 16):
             keep(data)
-            await asyncio.sleep(delay)
+            await asyncio.sleep(delay())
             writer.write(data)
             await writer.drain()

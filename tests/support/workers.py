@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc.aio
 
+from support.envoy import Json
 from support.extproc import Envoy, Modes, Request, Response
 from support.harness import DECODE
 from support.nodes import FakePrefill, chat, decode_events, handle
@@ -49,7 +50,7 @@ class Workers:
 
     async def see(self, pattern: str, times: int = 1) -> None:
         """Wait until so many lines match."""
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(40):
             while sum(1 for line in self.lines if re.search(pattern, line)) < times:  # noqa: ASYNC110 - lines have no event
                 await asyncio.sleep(0.01)
 
@@ -62,23 +63,25 @@ class Workers:
     async def up(self, worker: int) -> None:
         """Wait until a worker serves."""
         async with grpc.aio.insecure_channel(self.listens[worker], _IMPATIENT) as channel:
-            await asyncio.wait_for(channel.channel_ready(), 15)
+            await asyncio.wait_for(channel.channel_ready(), 40)
 
-    async def turn(self, worker: int, *contents: str, headers: dict[str, str] | None = None) -> Envoy:
+    async def turn(
+        self, worker: int, *contents: str, headers: dict[str, str] | None = None, params: Json | None = None
+    ) -> Envoy:
         """A chat turn through one worker, which leaves a handle."""
         async with grpc.aio.insecure_channel(self.listens[worker]) as channel:
             envoy = Envoy(GrpcStream(channel), Modes())
             request = Request(pieces=[chat(*contents)])
             if headers:
                 request = Request(pieces=request.pieces, headers={"content-type": "application/json", **headers})
-            await envoy.play(request, Response(decode_events(params=handle()), node=DECODE))
+            await envoy.play(request, Response(decode_events(params=params or handle()), node=DECODE))
             return envoy
 
     async def metrics(self, worker: int) -> str:
         return await asyncio.to_thread(fetch, f"http://{self.admins[worker]}/metrics")
 
     async def ended(self) -> int:
-        return await asyncio.wait_for(self.process.wait(), 15)
+        return await asyncio.wait_for(self.process.wait(), 40)
 
 
 @contextlib.asynccontextmanager
@@ -88,6 +91,7 @@ async def working(
     node: FakePrefill,
     *options: str,
     count: int = 2,
+    environ: dict[str, str] | None = None,
     **changes: Any,  # noqa: ANN401
 ) -> AsyncIterator[Workers]:
     """So many workers, once all of them serve."""
@@ -104,7 +108,7 @@ async def working(
         "drain_timeout": 0.05,
         **changes,
     }
-    process = await spawn(write(folder, config), "--workers", str(count), *options)
+    process = await spawn(write(folder, config), "--workers", str(count), *options, **(environ or {}))
     listens = [listen, *(f"{listen}.{i}" for i in range(1, count))]
     workers = Workers(process, listens, [f"127.0.0.1:{port + 2 * i}" for i in range(count)])
     reading = asyncio.create_task(workers.read())

@@ -189,6 +189,10 @@ def test_a_time_is_a_positive_number_of_seconds(tmp_path: Path, name: str, value
             "workers: 3\nsecret: s\nstore: {url: 'redis://a'}\nenvoy: {admin: 127.0.0.1:9095}\n",
             "7: admin of worker 2 and envoy.admin: both are 127.0.0.1:9095",
         ),
+        (
+            "envoy:\n  admin: 127.0.0.1:8003\n  orchestrated: {}\n",
+            "6: envoy.orchestrated.decode_listen and envoy.admin: both are 127.0.0.1:8003",
+        ),
     ],
 )
 def test_no_two_servers_share_an_address(tmp_path: Path, text: str, told: str) -> None:

@@ -16,6 +16,7 @@ _CACHE_CONFIG = "vllm:cache_config_info"
 _BYTES, _SECONDS = "vllm:nixl_bytes_transferred_sum", "vllm:nixl_xfer_time_seconds_sum"
 _FAILED = "vllm:nixl_num_failed_transfers_total"
 _TURNS, _READ = "kvreturn_turns_total", "kvreturn_read_back_tokens_total"
+_UNNAMED = "other"  # of models beyond those that have a label of their own
 _PATIENCE = 5.0  # seconds: a turn counts when its stream is closed, a moment after the client has the end
 
 
@@ -105,10 +106,12 @@ class Meters:
     Attributes:
         prefill: metrics URLs of prefill nodes, perhaps none.
         routers: metrics URLs of routers (their admin ports), perhaps none.
+        model: whose turns are counted.
     """
 
     prefill: Sequence[str] = ()
     routers: Sequence[str] = ()
+    model: str = ""
 
     async def look(self, session: aiohttp.ClientSession) -> Look:
         """Read them all.
@@ -117,7 +120,9 @@ class Meters:
             CountersError: one does not answer, or with something else.
         """
         nodes = [_node(await _scrape(session, url, "vllm:", "--prefill-metrics"), url) for url in self.prefill]
-        routers = [_router(await _scrape(session, url, "kvreturn_", "--router-metrics")) for url in self.routers]
+        routers = [
+            _router(await _scrape(session, url, "kvreturn_", "--router-metrics"), self.model) for url in self.routers
+        ]
         total = Look()
         for each in (*nodes, *routers):
             total = total.plus(each)
@@ -143,14 +148,14 @@ async def _scrape(session: aiohttp.ClientSession, url: str, prefix: str, option:
     return samples
 
 
-def _node(samples: Sequence[Sample], url: str) -> Look:
+def _node(samples: list[Sample], url: str) -> Look:
     def total(name: str) -> float:
         return sum(s.value for s in samples if s.name == name)
 
     config = next((s.labels for s in samples if s.name == _CACHE_CONFIG), None)
     if config is None:
         raise CountersError(f"--prefill-metrics {url} has no {_CACHE_CONFIG}: vLLM of this age cannot be compared")
-    sources = by_label(list(samples), _SOURCES, "source")
+    sources = by_label(samples, _SOURCES, "source")
     return Look(
         prompt=Counter({name: int(value) for name, value in sources.items()}),
         bytes=total(_BYTES),
@@ -160,7 +165,7 @@ def _node(samples: Sequence[Sample], url: str) -> Look:
     )
 
 
-def _router(samples: Sequence[Sample]) -> Look:
-    turns = by_label(list(samples), _TURNS, "outcome")
+def _router(samples: list[Sample], model: str) -> Look:
+    turns = by_label(samples, _TURNS, "outcome", model=model) or by_label(samples, _TURNS, "outcome", model=_UNNAMED)
     read = sum(s.value for s in samples if s.name == _READ)
     return Look(turns=Counter({name: int(value) for name, value in turns.items()}), read_back=int(read), routers=True)

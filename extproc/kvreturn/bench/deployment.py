@@ -37,12 +37,10 @@ class Target:
 
     Attributes:
         url: base URL of the gateway's API.
-        model: name of the model.
-        meters: its counters.
+        meters: its counters, and the model's name.
     """
 
     url: str
-    model: str
     meters: Meters
 
 
@@ -75,7 +73,7 @@ async def on_deployment(
     targets: Mapping[LegName, Target], manner: Manner, session: aiohttp.ClientSession
 ) -> AsyncIterator[Ground]:
     """Play on what is there."""
-    yield Ground({name: Leg(manner.talk(session, t.url, t.model), t.meters) for name, t in targets.items()})
+    yield Ground({name: Leg(manner.talk(session, t.url, t.meters.model), t.meters) for name, t in targets.items()})
 
 
 @contextlib.asynccontextmanager
@@ -91,8 +89,8 @@ async def on_sim(
         legs: dict[LegName, Leg] = {}
         for name, way in _WAYS.items():
             front = stack.fronts[way]
-            meters = Meters([f"{front.prefill}/metrics"], [front.router_metrics])
-            legs[name] = Leg(manner.talk(session, front.gateway, f"demo-{way}"), meters)
+            meters = Meters([f"{front.prefill}/metrics"], [front.router_metrics], f"demo-{way}")
+            legs[name] = Leg(manner.talk(session, front.gateway, meters.model), meters)
         yield Ground(legs, stack)
 
 
@@ -100,6 +98,6 @@ def targets(
     urls: Sequence[str], models: Sequence[str], prefill: Sequence[str], routers: Sequence[Sequence[str]]
 ) -> dict[LegName, Target]:
     """Both legs' targets; of each pair, what is off comes first."""
-    meters = [Meters(prefill, metrics) for metrics in routers]
-    off, on = (Target(*each) for each in zip(urls, models, meters, strict=True))
+    meters = [Meters(prefill, metrics, model) for metrics, model in zip(routers, models, strict=True)]
+    off, on = (Target(*each) for each in zip(urls, meters, strict=True))
     return {"off": off, "on": on}

@@ -13,7 +13,9 @@ from kvreturn.bench.stats import Comparison, compare
 from kvreturn.core.outcome import Outcome
 
 _REUSED = frozenset({Outcome.HIT, Outcome.PARTIAL_HIT, Outcome.RETURNED, Outcome.LOCAL_HIT})
-_OPENING = frozenset({Outcome.FIRST_TURN, Outcome.DISABLED})
+_UNTOUCHED = frozenset(
+    {Outcome.DISABLED, Outcome.DECODE_ALONE, Outcome.PREFILL_FAILED, Outcome.REJECTED, Outcome.CANCELLED}
+)
 _FEW_PAIRS = 30
 _LOW_REUSE = 0.5
 _KEPT = 0.5  # of the prompt
@@ -107,6 +109,8 @@ def _amount(run: Run, comparison: Comparison | None) -> Iterator[Doubt]:
             total = len(failures) + len(run.samples(leg))
             first = "; ".join(dict.fromkeys(f.why for f in failures[:_TOLD]))
             yield Doubt("doubt", f"{len(failures):,} of {total:,} turns of the leg `{leg}` failed: {first}")
+    if run.played and not any(s.output_num_chunks for leg in LEGS for s in run.samples(leg)):
+        yield Doubt("note", "Answers came in one piece, so TTFT is the time to the whole answer.")
     if comparison is None:
         yield Doubt("void", "No follow-up turn was answered in both legs: there is nothing to compare.")
     elif len(comparison.pairs) < _FEW_PAIRS:
@@ -132,12 +136,14 @@ def _reuse(run: Run, on: Look) -> Iterator[Doubt]:
 
 
 def _off(off: Look) -> Iterator[Doubt]:
-    share = reuse_share(off)
-    if share:
+    others = Counter({name: n for name, n in off.turns.items() if name not in _UNTOUCHED})
+    if others:
+        outcomes = ", ".join(f"{n:,} {name}" for name, n in others.most_common(_TOLD))
         yield Doubt(
             "void",
-            f"The leg `off` is not off: {share:.0%} of its follow-up turns reused something. Set `proof: off` for its "
-            "model, or give --off-url a gateway that has it.",
+            f"The leg `off` is not off: {others.total():,} of its {off.turns.total():,} turns were looked up "
+            f"({outcomes}). "
+            'Set `proof: "off"` for its model, or give --off-url a gateway whose router has it.',
         )
 
 

@@ -59,7 +59,7 @@ def _whole(found: Sequence[Conversation]) -> list[Conversation]:
 def _messages(item: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
     """The messages of an object, its own or those of a request that was logged in it; None if it has none."""
     inner = first(item, ("request", "request_body", "body"))
-    return first(item, _HISTORY) or (first(inner, _HISTORY) if isinstance(inner, dict) else None)
+    return first({**inner, **item} if isinstance(inner, dict) else item, _HISTORY)
 
 
 def _items(path: Path, text: str) -> Iterator[tuple[str, Any]]:

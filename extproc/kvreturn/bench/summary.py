@@ -98,7 +98,8 @@ class Summary:
         where = " on simulated nodes" if self.simulated else ""
         return (
             f"With read-back, time to first token is {how}{where}: {c.on_ms:,.0f} ms instead of {c.off_ms:,.0f} "
-            f"(medians of {turns}{rounds}); {c.saved_ms:,.0f} ms saved per turn on average."
+            f"(medians of {turns}{rounds}); {abs(c.saved_ms):,.0f} ms "
+            f"{'saved' if c.saved_ms >= 0 else 'lost'} per turn on average."
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -116,14 +116,17 @@ class Talk:
         """Find out how many words make a token here, by two prompts of known numbers of words.
 
         Raises:
-            TalkError: the deployment does not answer.
+            TalkError: the deployment does not answer, or counts nonsense.
         """
         plain = Words()
         short, long = [
             await self.ask([("user", plain.text(random.Random(0), words))], 1, salt)  # noqa: S311 - no secret
             for words in _PROBES
         ]
-        return Words((_PROBES[1] - _PROBES[0]) / max(1, long.prompt_tokens - short.prompt_tokens))
+        tokens = long.prompt_tokens - short.prompt_tokens
+        if tokens <= 0:
+            raise TalkError(f"{_PROBES[1]} words count {long.prompt_tokens} tokens, {_PROBES[0]} {short.prompt_tokens}")
+        return Words((_PROBES[1] - _PROBES[0]) / tokens)
 
     async def _objects(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """The answer's JSON objects, as they arrive."""
@@ -165,8 +168,9 @@ def _members(api: str, said: Sequence[Said], max_tokens: int) -> dict[str, Any]:
     exactly = {"ignore_eos": True}  # vLLM's: both legs' answers are as long, whatever the model makes of its prompt
     match api:
         case "completions":
-            # The next prompt goes on where the answer ended, so nothing may stand between.
-            return {"prompt": "".join(text for _, text in said), "max_tokens": max_tokens, **exactly}
+            # A line end keeps the last word of an answer and the first one after it from becoming one token.
+            prompt = "".join(text if role == "assistant" else f"\n{text}\n" for role, text in said)
+            return {"prompt": prompt, "max_tokens": max_tokens, **exactly}
         case "responses":
             return {"input": messages, "max_output_tokens": max_tokens, "store": False, **exactly}
         case "messages":

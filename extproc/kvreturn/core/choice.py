@@ -193,12 +193,16 @@ class Chooser:
         if fate != "unused":  # else nobody looked whether P still had it
             self._prefill.of(node).standing.learn(fate, now)
 
+    def learned_elsewhere(self, finish_reason: str | None, now: float) -> None:
+        """Tell that the next turn of a return came to another router."""
+        self._habit(finish_reason).learn("used", now)
+
     def noticed(self, node: str, *, kept: bool, now: float) -> None:
-        """Tell what a turn showed of P's prefix cache whose predecessor was lazy.
+        """Tell what a turn showed of P's prefix cache whose predecessor was lazy, or another router's.
 
         Args:
             node: address of the P that had both turns.
-            kept: whether it still had the predecessor's prompt.
+            kept: whether it still had the predecessor.
             now: monotonic seconds.
         """
         self._prefill.of(node).standing.learn("used" if kept else "evicted", now)

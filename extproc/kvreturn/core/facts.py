@@ -32,6 +32,7 @@ class Facts:
         local: how many tokens P had in its own prefix cache.
         prefill: usage as P counted it.
         returned: tokens that had gone back to P by an eager return of the turn before; 0 if there was none.
+        unfinished: whether another router had not finished it, as far as the store knows.
         handle_age: seconds from capture to use.
         retries: prefill requests beyond the first.
         fallback: whether D did the turn alone.
@@ -48,6 +49,7 @@ class Facts:
     read: int | None = None
     local: int | None = None
     returned: int = 0
+    unfinished: bool = False
     prefill: Usage = field(default_factory=Usage)
     handle_age: float | None = None
     retries: int = 0
@@ -76,6 +78,8 @@ class Facts:
         """
         if moved:
             self.outcome, self.detail = Outcome.NODE_GONE, "prefill_node"
+        elif self.unfinished and (self.local or 0) + _BLOCK < self.returned:
+            self.outcome, self.detail = Outcome.RETURN_FAILED, "unfinished"  # which tells nothing of P's cache
         elif self.local is None:
             self.outcome = Outcome.RETURNED
         elif self.local + _BLOCK >= self.returned:

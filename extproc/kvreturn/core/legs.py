@@ -7,6 +7,7 @@ nobody can tell whether what D pulled from P belongs to what D says that it hold
 
 import json
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvreturn.core import wire
@@ -18,7 +19,7 @@ from kvreturn.core.fingerprint import canonical, keyed_hash
 from kvreturn.core.handle import PARAMS
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Ask, Effect, Forward, Put, Recall, Record, Refuse, Reply, Result, Taken
+from kvreturn.core.ports import Ask, Effect, Forward, Put, Recall, Record, Refuse, Reply, Result, Taken, expect
 from kvreturn.core.prefill import PrefillError, read_prefill
 from kvreturn.core.scrub import scrub_nested
 from kvreturn.core.turn import SLACK_TOKENS, Turn
@@ -75,6 +76,7 @@ class PrefillLeg(_Leg):
     def _joined(self, params: Mapping[str, Any]) -> Generator[Effect, Result, Forward]:
         if any(params.get(name) for name in _OWN):
             self.facts.outcome = Outcome.FOREIGN_HANDLE
+            self.facts.detail = "decode_leg" if params.get("do_remote_prefill") else None
             return Forward(self.body.text)
         if params.get("do_remote_decode") is not True:
             self.facts.outcome, self.facts.detail = Outcome.DISABLED, "no_transfer_params"
@@ -156,8 +158,7 @@ class DecodeLeg(_Leg):
     _known = False
 
     def _joined(self, params: Mapping[str, Any]) -> Generator[Effect, Result, Forward]:
-        recalled = yield Recall(self._note_key(params))
-        assert isinstance(recalled, Taken)
+        recalled = expect(Taken, (yield Recall(self._note_key(params))))
         note = recalled.record
         if note:
             self._known, self.taken = True, recalled
@@ -172,5 +173,4 @@ class DecodeLeg(_Leg):
             return put
         self.facts.captured = False
         self.spare.append(put.record)
-        nodes = put.record.decode_node, put.record.prefill_node
-        return Put(put.keys, Record(put.record.ttl, None, Outcome.UNPROVEN, *nodes))
+        return replace(put, record=replace(put.record, handle=None, reason=Outcome.UNPROVEN))

@@ -240,10 +240,12 @@ class Awaited:
     """An eager return is over, or is not waited for any longer.
 
     Attributes:
-        reason: one word if it failed or is late; None if it went well, or another router runs it.
+        reason: one word if it failed or is late; None if it went well.
+        elsewhere: whether it was another router's, which may have died over it: nobody waited, and P may have nothing.
     """
 
     reason: str | None = None
+    elsewhere: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,10 +176,11 @@ class Turn:
         self.facts.returned, self.facts.handle_age = record.returned, self.taken.age
         self.facts.outcome = Outcome.RETURNED
         if record.pending:
-            reason = expect(Awaited, (yield Await(self.taken.ticket))).reason
-            if reason:
+            awaited = expect(Awaited, (yield Await(self.taken.ticket)))
+            self.facts.unfinished = awaited.elsewhere
+            if awaited.reason:
                 # Whatever became of it: all that it can leave on P is its own prompt's blocks.
-                self.facts.outcome, self.facts.detail = Outcome.RETURN_FAILED, reason
+                self.facts.outcome, self.facts.detail = Outcome.RETURN_FAILED, awaited.reason
 
     def _vetted(self, record: Record, raw: bytes) -> Handle:
         """The record's handle, if nothing speaks against using it now."""

@@ -1,32 +1,13 @@
 """Rules over the flags of the nodes of one deployment: what must be equal, and what must fit the router's settings."""
 
-import base64
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from kvreturn.config import Settings
-from kvreturn.core import wire
-from kvreturn.core.address import is_local, split_address
+from kvreturn.doctor.compare import names, same, untold
 from kvreturn.doctor.flags import Flags
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
-
-MARGIN = 5.0  # seconds before D's expiry from which vLLM declines a read
-_RDMA = {
-    "rc",
-    "rc_x",
-    "rc_v",
-    "rc_mlx5",
-    "dc",
-    "dc_x",
-    "dc_mlx5",
-    "ud",
-    "ud_x",
-    "ib",
-    "rdmacm",
-    "srd",
-    "cuda_ipc",
-    "all",
-}
-_TCP = {"tcp", "self", "sm", "shm", "posix", "sysv", "cma"}
+from kvreturn.doctor.network import seeds, side_channels, transports
+from kvreturn.doctor.router import secrets, thresholds, ttls
 
 
 def agree(nodes: Sequence[Flags], settings: Settings | None, kvreturn_version: str) -> Iterator[Finding]:
@@ -48,12 +29,12 @@ def agree(nodes: Sequence[Flags], settings: Settings | None, kvreturn_version: s
     yield from _prefix_cache(nodes, settings)
     yield from _versions(nodes, kvreturn_version)
     if settings:
-        yield from _secrets(nodes, settings)
-        yield from _ttls(nodes, settings)
-        yield from _thresholds(nodes, settings)
-    yield from _side_channels(nodes)
-    yield from _transports(nodes)
-    yield from _seeds(nodes)
+        yield from secrets(nodes, settings)
+        yield from ttls(nodes, settings)
+        yield from thresholds(nodes, settings)
+    yield from side_channels(nodes)
+    yield from transports(nodes)
+    yield from seeds(nodes)
 
 
 def _bidirectional(nodes: Sequence[Flags], settings: Settings | None) -> Iterator[Finding]:
@@ -69,17 +50,11 @@ def _bidirectional(nodes: Sequence[Flags], settings: Settings | None) -> Iterato
             effect = "reads nothing back" if n.connector == "kvreturn" else "hangs on a handle in the published form"
             yield fail(check, f"off: this node {effect}", remedy, n.source)
     if known and not off:
-        yield ok(check, f"on at {_names(known)}")
-    missing = _untold(nodes, lambda n: n.bidirectional)
+        yield ok(check, f"on at {names(known)}")
+    missing = untold(nodes, lambda n: n.bidirectional)
     if missing:
-        why = "a stock node does not tell whether it is on"
-        yield skipped(check, why, _names(missing), "give its command line by --node-config")
-
-
-def _untold(nodes: Sequence[Flags], value: Callable[[Flags], object]) -> list[Flags]:
-    """Nodes of which a flag is not known, nor from the file of another one in the same pool."""
-    sides = {n.side for n in nodes if value(n) is not None and _host(n.source) is None}
-    return [n for n in nodes if value(n) is None and n.side not in sides]
+        why = "a stock node does not tell whether it is on; a decode node that leaves a handle (`streams`) has it"
+        yield skipped(check, why, names(missing), "give its command line by --node-config")
 
 
 def _roles(nodes: Sequence[Flags]) -> Iterator[Finding]:
@@ -103,7 +78,7 @@ def _roles(nodes: Sequence[Flags]) -> Iterator[Finding]:
         elif n.role:
             good.append(n)
     if good:
-        yield ok(check, f"as its pool wants it at {_names(good)}")
+        yield ok(check, f"as its pool wants it at {names(good)}")
 
 
 def _proofs(nodes: Sequence[Flags], settings: Settings | None) -> Iterator[Finding]:
@@ -136,50 +111,32 @@ def _policies(nodes: Sequence[Flags]) -> Iterator[Finding]:
             yield fail(check, what, "set it to fail, or install kvreturn-connector there", n.source)
         elif n.policy:
             yield ok(check, n.policy, n.source)
-    missing = _untold([n for n in nodes if n.connector == "stock"], lambda n: n.policy)
+    missing = untold([n for n in nodes if n.connector == "stock"], lambda n: n.policy)
     if missing:
         remedy = "make sure that it is not recompute: give its command line by --node-config"
-        yield skipped(check, "a stock node does not tell it", _names(missing), remedy)
+        yield skipped(check, "a stock node does not tell it", names(missing), remedy)
 
 
 def _equal(nodes: Sequence[Flags]) -> Iterator[Finding]:
-    yield from _same(
+    yield from same(
         nodes,
         "flags.block_size",
         lambda n: n.block_size,
         "handles are of no use across block sizes (outcome `unproven`): start all nodes with the same --block-size",
     )
-    yield from _same(
+    yield from same(
         nodes,
         "flags.kv_cache_dtype",
         lambda n: n.kv_cache_dtype,
         "NIXL refuses the handshake: start all nodes with the same --kv-cache-dtype",
     )
-    yield from _same(
+    yield from same(
         nodes,
         "flags.tensor_parallel_size",
         lambda n: n.tp,
         "vLLM can read across tensor parallel sizes, but read-back was not tried with it: compare answers first",
         only_warn=True,
     )
-
-
-def _same(
-    nodes: Sequence[Flags],
-    check: str,
-    value: Callable[[Flags], object],
-    remedy: str,
-    *,
-    only_warn: bool = False,
-) -> Iterator[Finding]:
-    known = {n.source: v for n in nodes if (v := value(n)) is not None}
-    if len(set(known.values())) > 1:
-        told = ", ".join(f"{source}: {v}" for source, v in known.items())
-        yield (warn if only_warn else fail)(check, f"differs ({told})", remedy)
-    elif len(known) > 1:
-        yield ok(check, f"{next(iter(known.values()))} at {', '.join(known)}")
-    elif nodes:
-        yield skipped(check, "fewer than two nodes tell it", remedy="give --node-config FILE for each node")
 
 
 def _prefix_cache(nodes: Sequence[Flags], settings: Settings | None) -> Iterator[Finding]:
@@ -194,11 +151,11 @@ def _prefix_cache(nodes: Sequence[Flags], settings: Settings | None) -> Iterator
             yield warn(check, what, "start it with --enable-prefix-caching", n.source)
     on = [n for n in nodes if n.prefix_caching]
     if on:
-        yield ok(check, f"on at {_names(on)}")
+        yield ok(check, f"on at {names(on)}")
 
 
 def _versions(nodes: Sequence[Flags], kvreturn_version: str) -> Iterator[Finding]:
-    yield from _same(
+    yield from same(
         nodes,
         "versions.vllm",
         lambda n: n.vllm,
@@ -212,120 +169,8 @@ def _versions(nodes: Sequence[Flags], kvreturn_version: str) -> Iterator[Finding
             yield fail(check, what, "run connector and router of the same release", n.source)
     if any(n.connector_version for n in ours):
         remedy = "run the same connector on all nodes"
-        yield from _same(ours, check, lambda n: n.connector_version, remedy, only_warn=True)
+        yield from same(ours, check, lambda n: n.connector_version, remedy, only_warn=True)
 
 
 def _release(version: str) -> list[str]:
     return version.split(".")[:2]
-
-
-def _secrets(nodes: Sequence[Flags], settings: Settings) -> Iterator[Finding]:
-    check, secret = "flags.secret", settings.secret.get_secret_value().encode()
-    ours, none = _scope_of(secret), _scope_of(b"")
-    remedy = "set the same KVRETURN_SECRET (or `secret`) on the router and on all nodes"
-    good = []
-    for n in nodes:
-        if n.scope is None:
-            continue
-        if n.scope == ours:
-            good.append(n)
-        elif n.scope == none:
-            yield fail(check, "none, and the router has one", remedy, n.source)
-        else:
-            yield fail(
-                check, "another one than the router's" if secret else "one, and the router has none", remedy, n.source
-            )
-    if good:
-        yield ok(check, f"{'as the router has it' if secret else 'none, as at the router,'} at {_names(good)}")
-
-
-def _scope_of(secret: bytes) -> str:
-    """What a node with this secret tells as `scope`."""
-    return base64.b64encode(wire.scope_tag(wire.chain_seed(secret))).decode()
-
-
-def _ttls(nodes: Sequence[Flags], settings: Settings) -> Iterator[Finding]:
-    check, ours = "ttl", settings.store.ttl
-    known = [n for n in nodes if n.ttl is not None and n.side == "decode"]
-    for n in known:
-        assert n.ttl is not None
-        sums = f"store.ttl {ours:g} s + margin {MARGIN:g} s against decoder_kv_blocks_ttl {n.ttl:g} s"
-        if n.ttl <= MARGIN:
-            what = f"decoder_kv_blocks_ttl {n.ttl:g} s: vLLM declines reads within {MARGIN:g} s of the end, so all"
-            yield fail(check, what, "raise it; the default is 480", n.source)
-        elif ours + MARGIN >= n.ttl:
-            remedy = f"set store.ttl below {n.ttl - MARGIN:g}, or raise decoder_kv_blocks_ttl above {ours + MARGIN:g}"
-            what = f"{sums}: the router would hand out handles that the prefill node declines"
-            yield fail(check, what, remedy, n.source)
-        else:
-            yield ok(check, sums, n.source)
-    if not known:
-        yield skipped(
-            check,
-            "no decode node tells its decoder_kv_blocks_ttl",
-            remedy=f"keep it above {ours + MARGIN:g} s; give --node-config",
-        )
-
-
-def _thresholds(nodes: Sequence[Flags], settings: Settings) -> Iterator[Finding]:
-    check, least = "flags.kv_recompute_threshold", settings.limits.min_tokens
-    known = [n for n in nodes if n.threshold is not None and n.side == "prefill"]
-    for n in known:
-        if n.threshold is not None and n.threshold > least:
-            what = f"{n.threshold:g} tokens, limits.min_tokens {least}: handles between the two are spent unread"
-            yield warn(check, what, f"set limits.min_tokens to {n.threshold:g}", n.source)
-        else:
-            yield ok(check, f"{n.threshold:g} tokens, limits.min_tokens {least}", n.source)
-
-
-def _side_channels(nodes: Sequence[Flags]) -> Iterator[Finding]:
-    check = "side_channel.host"
-    hosts = {host for n in nodes if (host := _host(n.source)) is not None}
-    apart = len(hosts) > 1
-    for n in nodes:
-        host = n.side_host
-        if host is None:
-            continue
-        if not is_local(host):
-            yield ok(check, host, n.source)
-        elif apart:
-            what = f"{host or 'empty'}: nodes on other machines cannot reach it"
-            remedy = "set VLLM_NIXL_SIDE_CHANNEL_HOST to the address by which the other nodes reach this one"
-            yield fail(check, what, remedy, n.source)
-        else:
-            yield ok(check, f"{host}: good as long as all nodes are on one machine", n.source)
-
-
-def _host(source: str) -> str | None:
-    """The machine of a node that runs; None for a file."""
-    try:
-        return split_address(source)[0]
-    except ValueError:
-        return None
-
-
-def _transports(nodes: Sequence[Flags]) -> Iterator[Finding]:
-    check = "transport"
-    yield from _same(nodes, check, lambda n: n.backends and ",".join(n.backends), "give all nodes the same `backends`")
-    for n in nodes:
-        named = {part.strip().lstrip("^") for part in (n.ucx_tls or "").split(",") if part.strip()}
-        if n.backends is not None and "UCX" in n.backends and n.ucx_tls and not n.ucx_tls.startswith("^"):
-            if named <= _TCP:
-                what = f"UCX_TLS={n.ucx_tls}: KV goes over TCP, the fallback"
-                yield warn(check, what, "unset UCX_TLS, or add the transports of your fabric (rc, cuda_copy)", n.source)
-            elif named & _RDMA:
-                yield ok(check, f"UCX_TLS={n.ucx_tls}", n.source)
-            else:
-                what = f"UCX_TLS={n.ucx_tls} names no transport of a fabric"
-                yield warn(check, what, "add the transports of your fabric (rc, cuda_copy)", n.source)
-
-
-def _seeds(nodes: Sequence[Flags]) -> Iterator[Finding]:
-    seeds = {n.source: n.hash_seed for n in nodes if n.connector == "kvreturn" or n.hash_seed is not None}
-    if len(seeds) > 1:
-        told = ", ".join(f"{source}: {seed if seed is not None else 'unset'}" for source, seed in seeds.items())
-        yield ok("flags.hash_seed", f"PYTHONHASHSEED {told}; read-back does not depend on it")
-
-
-def _names(nodes: Sequence[Flags]) -> str:
-    return ", ".join(n.source for n in nodes)

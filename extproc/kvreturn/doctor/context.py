@@ -75,6 +75,11 @@ class Node:
     skew_error: float = 0.0
 
 
+def pools(settings: Settings) -> dict[Side, list[str]]:
+    """The addresses of the nodes, by pool."""
+    return {"prefill": settings.pools.prefill, "decode": settings.pools.decode}
+
+
 @dataclass(slots=True)
 class Context:
     """One run.

@@ -29,7 +29,7 @@ _LABEL = re.compile(r'(outcome|result)="([^"]*)"')
 _GOOD = {"hit", "partial_hit", "returned", "local_hit"}
 _REMEDIES = {
     "no_handle_from_decode": "see the check `streams`",
-    "unproven": "see the checks `proof`, `secret` and `flags`",
+    "unproven": "see the checks `proof`, `flags.secret` and `flags.block_size`",
     "not_a_continuation": "the two nodes render prompts differently: run the same model and tokenizer on both",
     "expired": "raise store.ttl: the handle did not live for a second",
     "below_threshold": "lower kv_recompute_threshold on the prefill node, or limits.min_tokens",
@@ -50,8 +50,8 @@ Counts = Mapping[str, float]
 
 async def probe_gateway(ctx: Context) -> list[Finding]:
     """Play the conversation."""
-    models = [set(n.models) for n in ctx.nodes if n.models]
-    common = sorted(set.intersection(*models)) if models else []
+    served = [n.models for n in ctx.nodes if n.models]
+    common = [m for m in served[0] if all(m in others for others in served)] if served else []  # base models come first
     if not common:
         return [skipped(CHECK, "no model is known that all nodes serve")]
     model, before = common[0], await _counts(ctx)
@@ -114,17 +114,17 @@ def _text(body: bytes) -> str:
 
 
 async def _counts(ctx: Context) -> Counts | None:
-    """The router's counters: turns by outcome, and returns by result with `return ` before it."""
-    if not ctx.settings.admin:
+    """The counters of all workers: turns by outcome, and returns by result with `return ` before it."""
+    admins = [admin for i in range(ctx.settings.workers) if (admin := ctx.settings.worker(i).admin)]
+    answers = await asyncio.gather(*(ctx.get(f"http://{reachable(admin)}/metrics") for admin in admins))
+    if not answers or any(answer.status != OK for answer in answers):
         return None
-    answer = await ctx.get(f"http://{reachable(ctx.settings.admin)}/metrics")
-    if answer.status != OK:
-        return None
-    totals = Counter[str]()
-    for family, labels, value in _SAMPLE.findall(answer.body.decode(errors="replace")):
+    totals = dict[str, float]()
+    for family, labels, value in _SAMPLE.findall("".join(a.body.decode(errors="replace") for a in answers)):
         label = _LABEL.search(labels)
         if label:
-            totals[f"return {label[2]}" if family == "returns_total" else label[2]] += float(value)  # type: ignore[assignment]
+            name = f"return {label[2]}" if family == "returns_total" else label[2]
+            totals[name] = totals.get(name, 0.0) + float(value)
     return totals
 
 
@@ -185,5 +185,5 @@ async def _eager(ctx: Context, model: str, before: Counts | None) -> list[Findin
     if not grown and mode == "auto":
         return [ok(check, "`auto` left the probe's turn on the decode node")]
     what = f"nothing went back at once ({told or 'no return was counted'})"
-    remedy = "see the checks `streams` and `secret`; kvreturn.return in the router's log tells more"
+    remedy = "see the checks `streams` and `flags.secret`; kvreturn.return in the router's log tells more"
     return [warn(check, what, remedy) if mode == "auto" else fail(check, what, remedy)]

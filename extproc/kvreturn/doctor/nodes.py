@@ -10,8 +10,8 @@ from dataclasses import replace
 from kvreturn.core import wire
 from kvreturn.core.handle import COLD, PARAMS
 from kvreturn.core.returning import PATH
-from kvreturn.doctor.context import OK, Answer, Context, Node
-from kvreturn.doctor.flags import Flags, Side, from_about, number
+from kvreturn.doctor.context import OK, Answer, Context, Node, pools
+from kvreturn.doctor.flags import Flags, from_about, number
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 
 _SKEW = 2.0  # seconds from which on it is worth a word
@@ -21,11 +21,7 @@ _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 
 async def look(ctx: Context) -> list[Finding]:
     """Look at all nodes of both pools, and remember in the context what they are."""
-    pools: Sequence[tuple[Side, Sequence[str]]] = (
-        ("prefill", ctx.settings.pools.prefill),
-        ("decode", ctx.settings.pools.decode),
-    )
-    ctx.nodes = [Node(address, side) for side, pool in pools for address in pool]
+    ctx.nodes = [Node(address, side) for side, pool in pools(ctx.settings).items() for address in pool]
     found = await asyncio.gather(*(_look_at(ctx, node) for node in ctx.nodes))
     findings = [f for each in found for f in each]
     return [*findings, *_models(ctx.nodes), *_clocks(ctx.nodes)]

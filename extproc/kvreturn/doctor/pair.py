@@ -131,7 +131,7 @@ class _Probe:
             remedy = "install kvreturn-connector there, whose plugin adds it, and do not set KVRETURN_STREAMS=0"
             return fail(check, what, remedy, self._name)
         what = "the decode node leaves no handle"
-        remedy = "see the check `secret`, if that failed; set bidirectional_kv_xfer to true there"
+        remedy = "see the check `flags.secret`, if that failed; set bidirectional_kv_xfer to true there"
         if self._d.connector == "kvreturn":
             remedy += "; if it is, its retention_budget may be used up (vllm:kvreturn_pins_refused_total)"
         return fail(check, what, remedy, self._name)

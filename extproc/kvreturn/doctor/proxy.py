@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvreturn.core.address import split_address
-from kvreturn.doctor.context import OK, Answer, Context
+from kvreturn.doctor.context import OK, Answer, Context, pools
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 from kvreturn.envoy import names
 from kvreturn.envoy.lint import lint
@@ -84,12 +84,9 @@ def _nodes(ctx: Context, answer: Answer) -> Iterator[Finding]:
         yield skipped(check, f"/clusters: {answer.what[:100]}")
         return
     hosts = {s.get("name"): s.get("host_statuses", []) for s in statuses if isinstance(s, dict)}
-    pools = ctx.settings.pools
-    pairs: list[tuple[str, Sequence[str]]] = [
-        (names.PREFILL_CLUSTER, pools.prefill),
-        (names.DECODE_CLUSTER, pools.decode),
-    ]
-    for name, pool in pairs:
+    clusters = {"prefill": names.PREFILL_CLUSTER, "decode": names.DECODE_CLUSTER}
+    for side, pool in pools(ctx.settings).items():
+        name = clusters[side]
         if name not in hosts:
             yield skipped(check, f"Envoy has no cluster `{name}`: it is not of our bootstrap", name)
         else:

@@ -40,7 +40,7 @@ async def check_store(ctx: Context) -> list[Finding]:
             begun = time.time()
             told = _one(await client.time())
             skew = told[0] + told[1] / 1e6 - (begun + time.time()) / 2
-        return [ok(CHECK, f"answers ({url.form})"), *_judge(info, statistics.median(took), own.deadline, skew)]
+        return [ok(CHECK, f"answers ({url.form})"), *judge(info, statistics.median(took), own.deadline, skew)]
     except TimeoutError:
         return [fail(CHECK, f"no answer within {ctx.seconds:g} s", "start it, or correct store.url")]
     except (exceptions.AuthenticationError, exceptions.NoPermissionError) as e:
@@ -70,7 +70,15 @@ def _one(reply: Any) -> Any:  # noqa: ANN401 - redis-py's
     return reply
 
 
-def _judge(info: Mapping[str, Any], seconds: float, deadline: float, skew: float) -> Iterator[Finding]:
+def judge(info: Mapping[str, Any], seconds: float, deadline: float, skew: float) -> Iterator[Finding]:
+    """Judge a store.
+
+    Args:
+        info: what it answers to INFO.
+        seconds: that a ping takes.
+        deadline: for a call, seconds.
+        skew: seconds that its clock is ahead of ours.
+    """
     valkey = info.get("valkey_version")
     version, name = str(valkey or info.get("redis_version", "")), "Valkey" if valkey else "Redis"
     parts = [int(p) for p in version.split(".")[:2] if p.isdigit()]
@@ -88,8 +96,7 @@ def _judge(info: Mapping[str, Any], seconds: float, deadline: float, skew: float
         yield warn("store.eviction", what, "CONFIG SET maxmemory-policy noeviction")
     else:
         yield skipped("store.eviction", "it does not tell its maxmemory-policy")
-    on = [word for word, key in (("append-only file", "aof_enabled"),) if info.get(key)]
-    kept = f"{', '.join(on)}: " if on else ""
+    kept = "append-only file; " if info.get("aof_enabled") else ""
     what = f"{kept}handles live for minutes, so it need not be kept on disk; a lost one costs one prefill"
     yield ok("store.persistence", what)
     if seconds > deadline:

@@ -42,19 +42,23 @@ def check_settings(settings: Settings, environ: Mapping[str, str]) -> list[Findi
 
 
 async def check_router(ctx: Context) -> list[Finding]:
-    """Whether the router listens, and its admin port answers."""
-    listen, admin = ctx.settings.listen, ctx.settings.admin
+    """Whether the router, or each of its workers, listens, and its admin port answers."""
+    workers = [ctx.settings.worker(i) for i in range(ctx.settings.workers)]
+    return [f for each in await asyncio.gather(*(_check_worker(ctx, w.listen, w.admin) for w in workers)) for f in each]
+
+
+async def _check_worker(ctx: Context, listen: str, admin: str | None) -> list[Finding]:
     remedy = "start it (`kvreturn up`, `kvreturn serve`), or run this on its machine"
     error = await _listens(ctx, reachable(listen))
-    findings = [fail("router", f"{listen}: {error}", remedy) if error else ok("router", f"listens on {listen}")]
+    findings = [fail("router", error, remedy, listen) if error else ok("router", "listens", listen)]
     if admin is None:
-        findings.append(skipped("router.admin", "`admin` is null: no metrics, no health"))
+        findings.append(skipped("router.admin", "`admin` is null: no metrics, no health", listen))
         return findings
     answer = await ctx.get(f"http://{reachable(admin)}/healthz")
     if answer.status == OK:
-        findings.append(ok("router.admin", f"{admin} answers"))
+        findings.append(ok("router.admin", "answers", admin))
     else:
-        findings.append(warn("router.admin", f"{admin}: {answer.what}", remedy))
+        findings.append(warn("router.admin", answer.what, remedy, admin))
     return findings
 
 

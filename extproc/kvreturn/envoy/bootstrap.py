@@ -10,7 +10,7 @@ from kvreturn.config import ConfigError, Settings
 from kvreturn.core.address import split_address
 from kvreturn.envoy import names
 from kvreturn.envoy.clusters import bind_address, node_cluster, router_cluster
-from kvreturn.envoy.filters import message_timeout
+from kvreturn.envoy.filters import message_timeout, router_listens
 from kvreturn.envoy.listeners import client_listener, orchestrated_listeners, prefill_listener
 from kvreturn.envoy.ports import is_ip, is_loopback
 from kvreturn.envoy.protos import Any, bootstrap_pb, connections_pb, overload_pb
@@ -39,7 +39,7 @@ def build(settings: Settings) -> bootstrap_pb.Bootstrap:
             clusters=[
                 node_cluster(names.DECODE_CLUSTER, pools.decode, names.DECODE_NODE_KEY, health),
                 node_cluster(names.PREFILL_CLUSTER, pools.prefill, names.PREFILL_NODE_KEY, health),
-                router_cluster(settings.envoy.routers or settings.router_listens()),
+                router_cluster(router_listens(settings)),
             ],
         ),
         admin=bootstrap_pb.Admin(address=bind_address(settings.envoy.admin), ignore_global_conn_limit=True),

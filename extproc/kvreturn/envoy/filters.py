@@ -46,6 +46,11 @@ def message_timeout(settings: Settings) -> float:
     return settings.prefill.timeout + 5
 
 
+def router_listens(settings: Settings) -> list[str]:
+    """Where the routers listen that Envoy may call."""
+    return settings.envoy.routers or settings.router_listens()
+
+
 def ext_proc(settings: Settings, role: Role) -> hcm_pb.HttpFilter:
     """The filter that calls the router in a role."""
     send, skip = ext_proc_pb.ProcessingModeHeaderSendMode.SEND, ext_proc_pb.ProcessingModeHeaderSendMode.SKIP
@@ -56,7 +61,7 @@ def ext_proc(settings: Settings, role: Role) -> hcm_pb.HttpFilter:
         grpc_service=core_pb.GrpcService(
             envoy_grpc=core_pb.GrpcServiceEnvoyGrpc(cluster_name=names.ROUTER_CLUSTER),
             initial_metadata=[] if role == names.GATEWAY else [core_pb.HeaderValue(key=names.ROLE_HEADER, value=role)],
-            retry_policy=_another_router() if len(settings.envoy.routers or settings.router_listens()) > 1 else None,
+            retry_policy=_another_router() if len(router_listens(settings)) > 1 else None,
         ),
         # Never let a body pass unread: it could carry a client's own kv_transfer_params (field report 31).
         failure_mode_allow=False,

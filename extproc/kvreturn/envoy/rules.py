@@ -145,6 +145,32 @@ def _retries(s: Subject) -> Iterator[Finding]:
                 yield f"clusters.{name}", f"{key}: {advice}"
 
 
+@_rule("27-router-retries")
+def _router_retries(s: Subject) -> Iterator[Finding]:
+    service = s.config.get("grpc_service", {})
+    for policy in (service.get("retry_policy"), service.get("envoy_grpc", {}).get("retry_policy")):
+        on = [word.strip() for word in (policy or {}).get("retry_on", "").split(",")]
+        begun = [word for word in on if word and word not in names.UNTAKEN]
+        if begun:
+            what = (
+                f"grpc_service retries on {', '.join(begun)}: a second router would get a request that the first has "
+                f"begun with, and whose handle it may have spent; retry on {', '.join(names.UNTAKEN)} only"
+            )
+            yield s.where, what
+
+
+@_rule("129-router-health")
+def _router_health(s: Subject) -> Iterator[Finding]:
+    name = s.config.get("grpc_service", {}).get("envoy_grpc", {}).get("cluster_name", "")
+    cluster = s.clusters.get(name, {})
+    if len(endpoints(cluster)) > 1 and not any("grpc_health_check" in h for h in cluster.get("health_checks", [])):
+        what = (
+            "several routers and no grpc_health_check: a router that drains or has died keeps getting its share of "
+            "streams, which fail; add one, and outlier_detection with consecutive_local_origin_failure"
+        )
+        yield f"clusters.{name}", what
+
+
 @_rule("28-mutation-rules")
 def _mutation_rules(s: Subject) -> Iterator[Finding]:
     rules = s.config.get("mutation_rules", {})
@@ -277,7 +303,7 @@ def _stored_responses(s: Subject) -> Iterator[Finding]:
         if route.passes(s.entry):
             if "headers" not in route.route["match"]:
                 seen.add(id(route.host))
-        elif route.clusters & s.guarded:
+        elif route.clusters & s.guarded and s.node_key(route) == names.DECODE_NODE_KEY:
             what = (
                 f"GET {names.STORED_RESPONSES}... reaches the decode nodes without the router, and a stored response "
                 "has its handle in it; put a route with that prefix before this one, with the filter"

@@ -5,6 +5,7 @@ no form can send, and a port on loopback answers to its own names only, whatever
 """
 
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from ipaddress import ip_address
 
 from aiohttp import web
@@ -12,6 +13,8 @@ from aiohttp.typedefs import Middleware
 from yarl import URL
 
 from kvreturn.core.api.base import error_body
+from kvreturn.server import view
+from kvreturn.server.page import POLICY, page
 from kvreturn.server.sessions import Sessions
 from kvreturn.server.world import World
 
@@ -39,6 +42,8 @@ def admin_app(world: World, host: str) -> web.Application:
     app = web.Application(middlewares=[_guard(host)], client_max_size=limit)
     app.router.add_get("/metrics", _metrics(world))
     app.router.add_get("/healthz", _healthz)
+    app.router.add_get("/", _page(world))
+    app.router.add_get("/kvreturn/{section}", _section(world))
     Sessions(world).add_to(app)
     return app
 
@@ -87,6 +92,48 @@ def _metrics(world: World) -> Handler:
     async def handler(request: web.Request) -> web.StreamResponse:
         del request
         return web.Response(body=world.metrics.expose(), content_type="text/plain", charset="utf-8")
+
+    return handler
+
+
+def _page(world: World) -> Handler:
+    async def handler(request: web.Request) -> web.StreamResponse:
+        del request
+        text = page(await view.state(world), view.config(world.settings))
+        return web.Response(text=text, content_type="text/html", headers={"content-security-policy": POLICY})
+
+    return handler
+
+
+def _section(world: World) -> Handler:
+    async def sessions(request: web.Request) -> object:
+        most = request.query.get("limit", "100")
+        if not (most.isascii() and most.isdigit()):
+            raise web.HTTPBadRequest(reason="`limit` is a number of sessions")
+        clearing = world.lifecycle.clearing
+        store = await view.store(world, min(int(most[:9]), view.SESSIONS))
+        return {"sessions": store["sessions"], "ending_all": asdict(clearing) if clearing else None}
+
+    sections: dict[str, Callable[[web.Request], Awaitable[object]]] = {
+        "state": lambda _: view.state(world),
+        "store": lambda _: view.store(world),
+        "sessions": sessions,
+    }
+    plain: dict[str, Callable[[], object]] = {
+        "reuse": lambda: view.reuse(world),
+        "turns": lambda: view.turns(world),
+        "pools": lambda: view.pools(world),
+        "returns": lambda: view.returns(world),
+        "config": lambda: view.config(world.settings),
+    }
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        name = request.match_info["section"]
+        if name in plain:
+            return web.json_response(plain[name]())
+        if name not in sections:
+            raise web.HTTPNotFound(reason=f"there is one of {', '.join(sorted({*plain, *sections}))} here")
+        return web.json_response(await sections[name](request))
 
     return handler
 

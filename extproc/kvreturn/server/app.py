@@ -88,6 +88,7 @@ class Router:
         await self._server.stop(seconds)
         await self.world.lifecycle.leave(min(seconds, _FREES))
         await self.world.returns.drain(min(seconds, _RETURNS))
+        await self.world.tasks.drain(_RETURNS)
         # `stop` does not wait for handlers that called abort (grpc#37239).
         if self._service.running:
             await asyncio.wait(self._service.running, timeout=1.0)

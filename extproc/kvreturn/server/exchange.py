@@ -1,5 +1,6 @@
 """One HTTP exchange, as one ext_proc stream sees it: Envoy's messages in, our answers out."""
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable
@@ -317,11 +318,12 @@ class Exchange:
         answers = response.body(message)
         if self._record:
             self._record.body(message.body)
-        if self._keeper:
-            await self._remember(self._keeper, response)
-        # Stored before the client sees the event that ends its turn: it cannot ask again earlier.
+        # Stored before the client sees the event that ends its turn: it cannot ask again earlier. Both calls at once.
+        calls = [self._remember(self._keeper, response)] if self._keeper else []
         if response.capture.handle or message.end_of_stream:
-            await self._settle(end=message.end_of_stream)
+            calls.append(self._settle(end=message.end_of_stream))
+        if calls:
+            await asyncio.gather(*calls)
         return answers
 
     async def _remember(self, keeper: str, response: ResponseSide) -> None:

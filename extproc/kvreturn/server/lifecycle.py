@@ -94,6 +94,14 @@ class Lifecycle:
             BadRequestError: it is no turn.
             StoreError: nothing is known of it.
         """
+        keys = await asyncio.to_thread(self._places, api, body, headers)  # bodies may be large
+        taken = await self._world.take(keys)
+        if taken.reason is Outcome.STORE_UNAVAILABLE:
+            raise StoreError("unavailable")
+        return await self._free([taken] if taken.record else [], credentials)
+
+    def _places(self, api: API, body: bytes, headers: Mapping[str, str]) -> list[bytes]:
+        """Where the turn of this body, or the one that it is a whole turn of, is stored: as `Turn` would have it."""
         world = self._world
         scope, text = world.scope(headers), scrub_body(ObjectText(body))
         model = read_model(text)
@@ -104,11 +112,7 @@ class Lifecycle:
         trail = scope.trail(prompt.root, prompt.items)
         own = scope.session_key(model, session.id) if session else None
         # With an id, only its own: an equal conversation of another session goes on.
-        keys = [trail.places(k, own)[0] for k in (trail.turn_key(), trail.prompt_key()) if k]
-        taken = await world.take(keys)
-        if taken.reason is Outcome.STORE_UNAVAILABLE:
-            raise StoreError("unavailable")
-        return await self._free([taken] if taken.record else [], credentials)
+        return [trail.places(key, own)[0] for key in (trail.turn_key(), trail.prompt_key()) if key]
 
     def end_all(self, credentials: Mapping[str, str]) -> Clearing:
         """End all conversations of all who share the store, in the background. One at a time: a running one goes on."""
@@ -128,7 +132,8 @@ class Lifecycle:
         except StoreError as e:
             clearing.state = "failed"
             log.warning("not all conversations could be ended: the store failed (%s); try again", e.kind)
-        log.info("ended all conversations: %d handles, %d freed", clearing.handles, clearing.freed)
+        if clearing.handles:
+            log.info("of %d handles that nobody will use, %d were freed", clearing.handles, clearing.freed)
 
     async def _free(self, taken: Sequence[Taken], credentials: Mapping[str, str]) -> Ended:
         for one in taken:

@@ -1,6 +1,5 @@
 """What is told of a turn: metrics, one log line, and the record that the next turn finds."""
 
-import asyncio
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -11,10 +10,12 @@ from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from kvreturn.core.capture import Capture
 from kvreturn.core.choice import Fate
+from kvreturn.core.fingerprint import keyed_hash
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Reply
 from kvreturn.core.turn import Turn
 from kvreturn.server import summary
+from kvreturn.server.board import Phase, TurnView
 from kvreturn.server.world import World
 from kvreturn.telemetry.tracing import fail, headers_of
 
@@ -61,6 +62,10 @@ class TurnRecord:
         self._closed = False
         self._leg: Span = INVALID_SPAN
         self._added = {"request": 0.0, "response": 0.0}
+        self._failure: str | None = None
+        self._received = 0  # bytes of D's body
+        self._moved = self._begun  # when something last happened
+        world.board.began(self)
 
     @property
     def kept(self) -> bool:
@@ -85,7 +90,8 @@ class TurnRecord:
         try:
             yield
         finally:
-            self._times.waited += self._world.clock() - begun
+            self._moved = self._world.clock()
+            self._times.waited += self._moved - begun
 
     def took(self, seconds: float) -> None:
         """A message of Envoy's was under way here for so long."""
@@ -131,8 +137,8 @@ class TurnRecord:
         """What this prefill leg tells about those to come."""
         turn, facts, world = self._turn, self._turn.facts, self._world
         record, prefill = turn.taken.record, turn.prefill_node
-        if facts.returned and turn.taken.ticket is not None and facts.outcome in _FATES:
-            world.returns.came(turn.taken.ticket, _FATES[facts.outcome])
+        if prefill and facts.returned and turn.taken.ticket is not None and facts.outcome in _FATES:
+            world.returns.came(turn.taken.ticket, _FATES[facts.outcome], prefill)
         if prefill and record and record.handle and prefill == record.prefill_node and not facts.retries:
             kept = facts.kept(record.prompt)
             if kept is not None:
@@ -155,14 +161,16 @@ class TurnRecord:
 
     def responded(self, status: int, node: str | None, content_type: str = "") -> None:
         """The node's headers are here."""
-        self._status, self._node = status, node
+        self._status, self._node, self._moved = status, node, self._world.clock()
         self._times.streamed = content_type.startswith("text/event-stream")
         self.trace.responded(status)
 
     def body(self, data: bytes) -> None:
         """Bytes of D's body pass, as D sent them."""
+        self._received += len(data)
+        self._moved = self._world.clock()
         if self._times.first_token is None and data and self._begins(data):
-            self._times.first_token = self._world.clock() - self._begun
+            self._times.first_token = self._moved - self._begun
             self.trace.event("first_token")
             outcome = self._turn.facts.outcome.value
             self._world.metrics.first_token_seconds.labels(outcome, str(self._times.streamed).lower()).observe(
@@ -198,10 +206,10 @@ class TurnRecord:
         self._stored = True
         self.trace.event("terminal_event")
         put = replace(put, record=replace(put.record, trace=self.trace.name))
+        # Where the session was is a hint, which costs up to three store calls: the client's answer waits for one only.
+        self._world.tasks.start(self._world.note_session(self._turn, put.record))
         with self.trace.step("store") as span:
-            ticket, _ = await asyncio.gather(
-                self._world.put(put, self._turn.tenant), self._world.note_session(self._turn, put.record)
-            )
+            ticket = await self._world.put(put, self._turn.tenant)
             if ticket is None:
                 fail(span, "store_unavailable")
         metrics = self._world.metrics
@@ -223,8 +231,10 @@ class TurnRecord:
                 facts.outcome = Outcome.REJECTED  # by us, by P, or by D before it had the whole request
         elif self._status is None and not facts.fallback:
             metrics.stranded.inc()
-        error, served = self._error(), self._status == _OK
-        metrics.turn(facts.outcome, turn.api.name, turn.prompt.model if turn.prompt else "", served=served)
+        error = self._failure = self._error()
+        self._world.board.ended(self)
+        model = turn.prompt.model if turn.prompt else ""
+        metrics.turn(facts.outcome, turn.api.name, model, served=self._status == _OK)
         self._tell(error)
 
     @property
@@ -258,6 +268,45 @@ class TurnRecord:
         if log.isEnabledFor(logging.INFO):
             told = summary.fields(turn, times, self._status, error, self.trace.context)
             log.info("%s", summary.line(told), extra={"fields": told})
+
+    def view(self) -> TurnView:
+        """The turn as it is now, for the admin view."""
+        turn, facts, times, now = self._turn, self._turn.facts, self._times, self._world.clock()
+        trace = self.trace.name
+        return TurnView(
+            phase=self._phase(),
+            age=now - self._begun,
+            quiet=now - self._moved,
+            api=turn.api.name,
+            model=summary.printable(turn.prompt.model) if turn.prompt else "",
+            tenant=keyed_hash(self._world.key, turn.tenant)[:6].hex(),
+            session=turn.conversation_key.hex()[-16:] if turn.conversation_key else None,
+            outcome=facts.outcome,
+            detail=facts.detail if facts.detail != facts.outcome else None,
+            status=self._status,
+            error=self._failure and summary.printable(self._failure),
+            prefill_node=turn.prefill_node,
+            decode_node=self._node or turn.decode_node,
+            request_bytes=self.size,
+            response_bytes=self._received,
+            prompt=facts.prefill.prompt,
+            read=facts.read,
+            local=facts.local,
+            prefill_ms=times.prefill * 1e3,
+            first_token_ms=None if times.first_token is None else times.first_token * 1e3,
+            going=facts.going,
+            captured=facts.captured,
+            trace=trace.split("-")[1] if trace else None,
+        )
+
+    def _phase(self) -> Phase:
+        if self._closed:
+            return "ended"
+        if self._received:
+            return "streaming"
+        if self._forwarded_at is not None or self._status is not None:
+            return "decode"
+        return "prefill" if self.size else "arriving"
 
     @property
     def _answered(self) -> bool:

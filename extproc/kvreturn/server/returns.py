@@ -20,7 +20,7 @@ from kvreturn.core.left import LeftTurns, Return
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Ask, Awaited, Put, Record
 from kvreturn.core.returning import PATH, Form, Job, ReturnError, probe_body, read_probe, return_body
-from kvreturn.core.unseen import Unseen
+from kvreturn.server.comers import Comers
 from kvreturn.server.freeing import ask
 from kvreturn.server.tasks import Tasks
 from kvreturn.settings.returns import Returns as Settings
@@ -61,7 +61,7 @@ class Returns:
         self._closed = False
         self._left = LeftTurns()
         self.chooser = Chooser()
-        self._unseen = Unseen(self.chooser)
+        self._comers = Comers(world, self.chooser, self._tasks)
 
     @property
     def waiting(self) -> int:
@@ -158,14 +158,14 @@ class Returns:
             worth_reading=job.mode != "auto"
             or world.judge.worth_reading(job.prefill_node, job.decode_node, job.handle.tokens),
         )
-        self._unseen.give_up(world.clock())
+        self._comers.give_up()
         choice = self.chooser.choose(job.mode, moment, job.prefill_node, world.clock())
         world.metrics.return_choices.labels("eager" if choice.eager else "lazy", choice.why).inc()
         return choice
 
-    def came(self, ticket: bytes, fate: Fate) -> None:
-        """The next turn came, and P had what went back to it, or had it no more."""
-        self._unseen.came(ticket, fate, self._world.clock())
+    def came(self, ticket: bytes, fate: Fate, node: str) -> None:
+        """The next turn came to this P, which had what went back to it, or had it no more."""
+        self._comers.came(ticket, fate, node)
 
     async def _run(self, task: Return) -> None:
         job, record = task.job, task.record
@@ -180,7 +180,7 @@ class Returns:
                 if not task.watched:
                     self._left.add(task)  # later, perhaps
             if task.watched and result in ARRIVED:
-                self._unseen.add(task.ticket, job.prefill_node, job.finish_reason, self._world.clock())
+                self._comers.returned(task.ticket, job.prefill_node, job.finish_reason)
         except ReturnError as e:
             result = e.reason
             if result == "scope":
@@ -301,7 +301,7 @@ class Returns:
         """Wait until a return has ended, for a bounded time."""
         future = self._running.get(ticket)
         if future is None:
-            return Awaited()  # another router's, or over since
+            return Awaited(elsewhere=True)  # or over since
         try:
             async with asyncio.timeout(self._settings.wait):
                 return Awaited(await asyncio.shield(future))

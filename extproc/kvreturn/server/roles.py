@@ -52,16 +52,18 @@ L = TypeVar("L", PrefillLeg, DecodeLeg)
 class _LegExchange(Exchange):
     """What both roles have in common. Nothing is refused but what Envoy's set-up makes impossible."""
 
+    _keeps = False  # nodes of this role keep responses for clients
+
     async def _request_headers(self, message: HttpHeaders) -> list[Message]:
         self._headers = read_headers(message.headers)
-        api = turn_api(self._headers)
-        if stored_response(self._headers):
+        if self._keeps and stored_response(self._headers):
             return await super()._request_headers(message)
+        api = turn_api(self._headers)
         changes = self._own()
         if message.end_of_stream or not api:
             return self._leave(changes)
         self._looks = True
-        request = self._request = RequestSide(self._config, self._world.settings.limits.request_bytes)
+        request = self._request = RequestSide(self._config, self._limits.request_bytes)
         if not request.readable or self._config.response_body_mode == Mode.NONE:
             return self._refuse_setup()
         self._begin(api)
@@ -88,11 +90,11 @@ class _LegExchange(Exchange):
         return policy
 
     async def _proceed(self, request: RequestSide) -> list[Message]:
+        if self._turn is None or self._record is None:
+            return await super()._proceed(request)
         if not request.complete or self._forwarded:
             return []
         self._forwarded = True
-        assert self._turn
-        assert self._record
         headers = {h: self._headers[h] for h in PREFILL_HEADERS if h in self._headers}
         decision = await drive(self._turn, request.take(), self._world, self._record, headers)
         assert isinstance(decision, Forward)
@@ -156,8 +158,7 @@ class PrefillExchange(_LegExchange):
         self._record.responded(status, node)
         self._reply = Reply(node, status)
         self._record.replied(self._reply)
-        limit = self._world.settings.limits.response_bytes
-        capture = BodyCapture(self._leg.answer, limit, rewrite=self._read_answer)
+        capture = BodyCapture(self._leg.answer, self._limits.response_bytes, rewrite=self._read_answer)
         self._response = ResponseSide(self._config.response_body_mode, capture, None)
         if message.response_headers.end_of_stream:
             await self._settle(end=True)
@@ -204,6 +205,8 @@ class PrefillExchange(_LegExchange):
 class DecodeExchange(_LegExchange):
     """Role `decode`: the handle is taken out of the decode node's answer, and kept."""
 
+    _keeps = True
+
     def _begin(self, api: API) -> None:
         self._turn = self._read_as(DecodeLeg, api)
         self._record = DecodeRecord(self._world, self._turn, self._headers)
@@ -220,6 +223,8 @@ class PrefillRecord(TurnRecord):
 
     def body(self, data: bytes) -> None:
         """See `TurnRecord.body`: what P answers is not for the client."""
+        self._received += len(data)
+        self._moved = self._world.clock()
 
     @property
     def _answered(self) -> bool:
@@ -235,6 +240,8 @@ class DecodeRecord(TurnRecord):
 
     def body(self, data: bytes) -> None:
         """See `TurnRecord.body`: when the turn began is not known here."""
+        self._received += len(data)
+        self._moved = self._world.clock()
 
     def close(self) -> None:
         """See `TurnRecord.close`."""
@@ -242,6 +249,7 @@ class DecodeRecord(TurnRecord):
             return
         self._closed = True
         facts, error = self._turn.facts, self._error()
+        self._world.board.left(self)
         told: dict[str, summary.Field] = {
             "leg": "decode",
             "api": self._turn.api.name,

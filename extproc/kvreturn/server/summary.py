@@ -33,7 +33,9 @@ _HINTS = {
     (Outcome.READ_FAILED, "timeout"): "a prefill node did not answer a request that carried a handle: is "
     "bidirectional_kv_xfer on there? Handles of that decode engine are not used for a while",
     (Outcome.DISABLED, "no_transfer_params"): "requests on a route of role prefill ask for no transfer "
-    "(do_remote_decode): does the orchestrator send its decode leg there, or not use a KV connector?",
+    "(do_remote_decode): is the orchestrator made for a KV connector?",
+    (Outcome.FOREIGN_HANDLE, "decode_leg"): "decode legs arrive on a route of role prefill: are the two addresses "
+    "swapped where the orchestrator is told of them?",
     (Outcome.PREFILL_FAILED, "no_kv_transfer_params"): "prefill nodes answer without kv_transfer_params: do they run "
     "with a KV connector?",
 }

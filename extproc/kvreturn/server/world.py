@@ -17,11 +17,13 @@ from kvreturn.core.policy import Policy
 from kvreturn.core.ports import Put, Record, SessionStore, Taken
 from kvreturn.core.turn import Turn
 from kvreturn.server.admission import Admission
+from kvreturn.server.board import Board
 from kvreturn.server.freeing import Freeing
 from kvreturn.server.lifecycle import Lifecycle
 from kvreturn.server.policies import policy_for
 from kvreturn.server.quota import Quota
 from kvreturn.server.returns import Returns
+from kvreturn.server.tasks import Tasks
 from kvreturn.store.factory import open_store
 from kvreturn.store.guard import Guard
 from kvreturn.telemetry.metrics import Metrics
@@ -67,6 +69,7 @@ class World:
         guard: the way to it.
         quota: how much of it is whose.
         admission: counts live turns.
+        tasks: store calls that no answer waits for.
     """
 
     settings: Settings
@@ -84,11 +87,13 @@ class World:
     pressure: PressureWatch
     new_id: Callable[[], str] = _new_id
     tracing: Tracing = field(default_factory=Tracing)
+    tasks: Tasks = field(default_factory=Tasks)
     returns: Returns = field(init=False)
     quota: Quota = field(init=False)
     admission: Admission = field(init=False)
     freeing: Freeing = field(init=False)
     lifecycle: Lifecycle = field(init=False)
+    board: Board = field(init=False)
     _said: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -96,6 +101,7 @@ class World:
         self.returns = Returns(self)
         self.freeing = Freeing(self)
         self.lifecycle = Lifecycle(self)
+        self.board = Board(self.clock)
         self.quota = Quota(self.settings.limits.sessions_per_tenant, self.clock)
         self.admission = Admission(self.settings.limits)
         self.pressure.told = self.returns.felt
@@ -178,6 +184,11 @@ class World:
         credentials = "\0".join(_folded(headers.get(h, "")) for h in _CREDENTIALS)
         return Scope(self.key, b"credential\0" + keyed_hash(self.key, credentials.encode()))
 
+    @property
+    def warnings(self) -> list[str]:
+        """What has been said so."""
+        return sorted(self._said)
+
     def warn_once(self, text: str) -> None:
         """Say what an operator should know, once in this process."""
         if text not in self._said:
@@ -199,12 +210,20 @@ class World:
         self.returns.taken(taken.ticket)
 
     async def put(self, put: Put, tenant: bytes) -> bytes | None:
-        """Put a tenant's record into the store, within its deadline. Returns the ticket if it is there."""
+        """Put a tenant's record into the store, within its deadline. Returns the ticket if it is there.
+
+        One store call, as the client's answer waits for it. What must go to make room goes behind its back.
+        """
         ticket = await self.guard.put(put)
         if ticket is not None:
-            for over in self.quota.put(tenant, ticket, put.record.ttl):
-                self.metrics.over_limit.inc(await self.replace(over, _OVER))
+            over = self.quota.put(tenant, ticket, put.record.ttl)
+            if over:
+                self.tasks.start(self._drop(over))
         return ticket
+
+    async def _drop(self, tickets: Sequence[bytes]) -> None:
+        for ticket in tickets:
+            self.metrics.over_limit.inc(await self.replace(ticket, _OVER))
 
     async def recall(self, session: bytes) -> Taken:
         """Which nodes a session used last."""

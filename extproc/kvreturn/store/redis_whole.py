@@ -105,7 +105,7 @@ class Whole:
         """
         with named():
             size = await self._client.dbsize()
-            names = await self._names(most)
+            names = await self._names(most) if most else []
             pipe = self._client.pipeline(transaction=False)
             for name in names:
                 pipe.pttl(name)

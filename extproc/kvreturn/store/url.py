@@ -103,6 +103,14 @@ def parse_store_url(text: str) -> StoreURL:
     )
 
 
+def masked_store_url(text: str) -> str:
+    """A URL that `parse_store_url` takes, without user, password and what its options say."""
+    match = _SHAPE.fullmatch(text)
+    assert match
+    options = "&".join(f"{name}=***" for name in dict(parse_qsl(match[5] or "", keep_blank_values=True)))
+    return f"{match[1]}://{'***@' if match[2] else ''}{match[3]}{match[4] or ''}{'?' if options else ''}{options}"
+
+
 def _hosts(text: str, port: int, form: Form) -> tuple[tuple[str, int], ...]:
     hosts = text.split(",")
     if form == "single" and len(hosts) > 1:

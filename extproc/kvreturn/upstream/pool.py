@@ -18,6 +18,23 @@ class _Node:
     chosen: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node, for people to look at.
+
+    Attributes:
+        address: `host:port`.
+        state: `out`: it could not be reached lately.
+        load: of the requests that it has not answered yet: tokens of a prefill node, requests of a decode node.
+        failures: in a row.
+    """
+
+    address: str
+    state: str
+    load: int
+    failures: int
+
+
 class Pool:
     """Nodes of one kind.
 
@@ -67,6 +84,13 @@ class Pool:
         node = min(self._nodes.values(), key=rank)
         node.chosen = next(self._choices)
         return node.address
+
+    def snapshot(self) -> list[NodeView]:
+        """All nodes as they are now."""
+        now = self._clock()
+        return [
+            NodeView(n.address, "out" if n.out_until > now else "up", n.load, n.failures) for n in self._nodes.values()
+        ]
 
     def load(self, address: str) -> int:
         """Tokens of the requests that the node has not answered yet, about."""

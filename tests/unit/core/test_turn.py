@@ -99,6 +99,19 @@ case("a stock P does not tell", Outcome.RETURNED, returned(None, remote_prefill_
 case("the P that has it is gone", Outcome.NODE_GONE, returned({"local": 0}, node=P2), "prefill_node")
 case("waited for", Outcome.HIT, returned({"local": 992}, pending=Awaited()))
 case("not waited for any longer", Outcome.RETURN_FAILED, returned({"local": 0}, pending=Awaited("late")), "late")
+case("arrived, by another router", Outcome.HIT, returned({"local": 992}, pending=Awaited(elsewhere=True)))
+case(
+    "left by a router that died",
+    Outcome.RETURN_FAILED,
+    returned({"local": 320}, pending=Awaited(elsewhere=True)),
+    "unfinished",
+)
+case(
+    "another router's, of which nobody knows whether it arrived",
+    Outcome.RETURN_FAILED,
+    returned(None, remote_prefill_cached_tokens=None, pending=Awaited(elsewhere=True)),
+    "unfinished",
+)
 case("did not arrive", Outcome.RETURN_FAILED, connector(found(None, reason=Outcome.RETURN_FAILED)))
 case("slower than computing", Outcome.SLOWER, connector(found(d_handle()), judge=Judge(Outcome.SLOWER)))
 case("P wants another MAC", Outcome.UNPROVEN, reported({"reason": "mac"}), "mac")

@@ -26,23 +26,22 @@ def test_a_return_that_somebody_came_for_is_told_once() -> None:
     told = Told()
     unseen = Unseen(told)
     unseen.add(b"a", P, "stop", 0.0)
-    unseen.came(b"a", "evicted", 5.0)
-    unseen.came(b"a", "used", 6.0)
-    unseen.give_up(10_000.0)
+    assert unseen.came(b"a", "evicted", 5.0)
+    assert not unseen.came(b"a", "used", 6.0)
+    assert unseen.give_up(10_000.0) == []
     assert told.fates == [(P, "stop", "evicted", 5.0)]
 
 
-def test_one_that_nobody_came_for_is_unused_after_ten_minutes() -> None:
+def test_one_that_nobody_came_for_is_given_up_after_ten_minutes() -> None:
     told = Told()
     unseen = Unseen(told)
     unseen.add(b"a", P, None, 0.0)
     unseen.add(b"b", P, "stop", 1.0)
-    unseen.give_up(599.9)
+    assert unseen.give_up(599.9) == []
+    assert unseen.give_up(600.0) == [(b"a", P, None)]
+    assert unseen.give_up(600.0) == []
+    assert not unseen.came(b"a", "used", 601.0)
     assert told.fates == []
-    unseen.give_up(600.0)
-    assert told.fates == [(P, None, "unused", 600.0)]
-    unseen.came(b"a", "used", 601.0)
-    assert len(told.fates) == 1
 
 
 def test_those_that_are_too_many_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +50,7 @@ def test_those_that_are_too_many_teach_nothing(monkeypatch: pytest.MonkeyPatch) 
     unseen = Unseen(told)
     for i in range(3):
         unseen.add(b"%d" % i, P, "stop", 0.0)
-    unseen.give_up(1.0)
+    assert unseen.give_up(1.0) == []
     unseen.came(b"0", "used", 2.0)
     unseen.came(b"1", "used", 3.0)
     assert told.fates == [(P, "stop", "used", 3.0)]

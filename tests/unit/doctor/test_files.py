@@ -117,6 +117,8 @@ def test_files_that_fit_are_ok(tmp_path: Path) -> None:
         (line(transfer(), environ="UCX_TLS=tcp,self,sm"), D, "transport", "warn", "over TCP, the fallback", "rc"),
         (line(transfer(), environ="UCX_TLS=cuda_copy"), D, "transport", "warn", "names no transport of a fabric", "rc"),
         (line(transfer(), environ="UCX_TLS=rc,cuda_copy"), D, "transport", "ok", "UCX_TLS=rc,cuda_copy", ""),
+        (line(transfer(), environ="UCX_TLS=^tcp"), D, "transport", "ok", "takes the best it finds", ""),
+        (P, D, "transport", "ok", "UCX_TLS is unset", ""),
         (line(transfer(extra={"backends": ["LIBFABRIC"]})), D, "transport", "fail", "differs", "same `backends`"),
         (line(transfer(), environ="PYTHONHASHSEED=1"), line(transfer("kv_consumer")), "flags.hash_seed", "ok",
          "does not depend on it", ""),
@@ -252,6 +254,18 @@ def test_several_nodes_of_one_file_are_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "nodes.yaml"
     path.write_text(yaml.safe_dump_all([POD, SHELL, {"kind": "Service"}]))
     assert [launch.source for launch in read_launches(path)] == [f"{path}#1", f"{path}#2"]
+
+
+def test_the_json_form_has_the_members_of_the_docs(tmp_path: Path) -> None:
+    ran, _ = doctor(tmp_path, P)
+    report = json.loads(ran.stdout)
+    members = {"schema", "kvreturn", "status", "config", "offline", "seconds", "counts", "findings"}
+    assert (report["schema"], report.keys()) == (1, members)
+    assert report["counts"].keys() == {"ok", "warn", "fail", "skipped"}
+    assert sum(report["counts"].values()) == len(report["findings"])
+    for finding in report["findings"]:
+        assert finding.keys() == {"check", "status", "subject", "found", "remedy"}
+        assert all(isinstance(value, str) for value in finding.values())
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The bootstrap as typed messages, and as text."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,8 @@ def manager(name: str, made_of: Settings) -> hcm_pb.HttpConnectionManager:
     return message
 
 
-def ext_proc(made_of: Settings) -> ext_proc_pb.ExternalProcessor:
-    config = manager("client", made_of).http_filters[0].typed_config
+def ext_proc(made_of: Settings, name: str = "client") -> ext_proc_pb.ExternalProcessor:
+    config = manager(name, made_of).http_filters[0].typed_config
     assert config
     message = config.unpack()
     assert isinstance(message, ext_proc_pb.ExternalProcessor)
@@ -146,6 +147,28 @@ class TestListeners:
         assert made.stream_idle_timeout
         assert made.stream_idle_timeout.total_seconds() > 20
 
+    @pytest.mark.parametrize(
+        ("role", "port", "cluster_of_it", "timeout"), [("prefill", 8002, "prefill", 9), ("decode", 8003, "decode", 0)]
+    )
+    def test_an_orchestrator_finds_the_nodes_behind_a_router_with_their_role(
+        self, role: str, port: int, cluster_of_it: str, timeout: int
+    ) -> None:
+        made_of = settings(prefill={"timeout": 9}, envoy={"orchestrated": {}})
+        name = f"orchestrated_{role}"
+        address = listener(name, made_of).address
+        assert address
+        assert address.socket_address
+        assert address.socket_address.port_value == port
+        last = routes(manager(name, made_of))[-1].route
+        assert last
+        assert (last.cluster, last.timeout) == (cluster_of_it, timedelta(seconds=timeout))
+        said = ext_proc(made_of, name).grpc_service
+        assert said
+        assert [(h.key, h.value) for h in said.initial_metadata] == [("x-kvreturn-role", role)]
+        without = ext_proc(made_of).grpc_service
+        assert without
+        assert without.initial_metadata == []
+
     def test_localhost_becomes_an_address(self) -> None:
         address = listener("client", settings(envoy={"listen": "localhost:8000"})).address
         assert address
@@ -232,6 +255,8 @@ class TestWarnings:
             ({"envoy": {"listen": "0.0.0.0:8000"}}, ["clients connect to 0.0.0.0:8000 without TLS"]),
             ({"envoy": {"prefill_listen": "10.0.0.9:8001"}}, ["the prefill listener 10.0.0.9:8001"]),
             ({"envoy": {"admin": "[::]:9901"}}, ["Envoy's admin port [::]:9901"]),
+            ({"envoy": {"orchestrated": {}}}, []),
+            ({"envoy": {"orchestrated": {"decode_listen": "0.0.0.0:1"}}}, ["the addresses of envoy.orchestrated are"]),
             ({"listen": "0.0.0.0:9090"}, ["the router listens on 0.0.0.0:9090"]),
             ({"pools": {**POOLS, "decode": ["a:1", "b:1"]}}, ["pools.decode has host names (a:1, b:1)"]),
             ({"pools": {**POOLS, "decode": ["a:1"]}}, []),
@@ -260,7 +285,12 @@ class TestText:
         assert "hunter2" not in bootstrap.render(settings(secret="hunter2"))
 
     @pytest.mark.parametrize(
-        ("config", "shipped"), [("kvreturn.yaml", "gateway.yaml"), ("full-duplex.yaml", "gateway-full-duplex.yaml")]
+        ("config", "shipped"),
+        [
+            ("kvreturn.yaml", "gateway.yaml"),
+            ("full-duplex.yaml", "gateway-full-duplex.yaml"),
+            ("orchestrated.yaml", "orchestrated.yaml"),
+        ],
     )
     def test_shipped_file_is_current(self, config: str, shipped: str) -> None:
         expected = bootstrap.render(load_settings(ROOT / "examples" / config, {}))
@@ -271,3 +301,28 @@ class TestText:
 def test_the_protos_come_without_pydantics_warnings() -> None:
     # Under pytest's "error" filter the import at the head of this file would have failed.
     assert sorted(protos.__all__) == sorted(n for n in vars(protos) if n.endswith("_pb") or n == "Any")
+
+
+class TestSeveralRouters:
+    ROUTERS: Json = {"envoy": {"routers": ["10.0.0.9:9090", "10.0.0.10:9090"]}}  # noqa: RUF012 - never changed
+
+    def test_one_that_breaks_off_or_drains_gets_no_more_streams(self) -> None:
+        made = cluster("kvreturn_router", settings(**self.ROUTERS))
+        assert hosts(made) == ["10.0.0.9 9090", "10.0.0.10 9090"]
+        assert made.outlier_detection
+        assert made.outlier_detection.consecutive_local_origin_failure == 1
+        assert made.outlier_detection.enforcing_consecutive_5xx == 0
+        assert [check.grpc_health_check is not None for check in made.health_checks] == [True]
+
+    @pytest.mark.parametrize("several", [ROUTERS, {"workers": 2, "store": {"url": "redis://h"}, "secret": "s"}])
+    def test_only_what_no_router_has_seen_is_sent_again(self, several: Json) -> None:
+        service = ext_proc(settings(**several)).grpc_service
+        assert service
+        assert service.retry_policy
+        assert service.retry_policy.retry_on == "connect-failure,refused-stream,reset-before-request"
+
+    def test_a_single_one_is_neither_ejected_nor_avoided(self) -> None:
+        assert cluster("kvreturn_router", settings()).outlier_detection is None
+        service = ext_proc(settings()).grpc_service
+        assert service
+        assert service.retry_policy is None

@@ -18,6 +18,7 @@ MODES = "{request_body_mode: BUFFERED, response_body_mode: STREAMED}"
 TIMEOUT = "message_timeout: 61s"
 ROUTE = "route: {cluster: vllm, timeout: 0s}"
 STORED_ROUTE = "route: {timeout: 0s, cluster: vllm}"
+PREFILL_ROLE = "initial_metadata: [{key: x-kvreturn-role, value: prefill}]"
 ON = "typed_per_filter_config: {kv: {'@type': x/envoy.config.route.v3.FilterConfig, config: {}}}"
 FULL_DUPLEX = (
     "{request_body_mode: FULL_DUPLEX_STREAMED, response_body_mode: FULL_DUPLEX_STREAMED, "
@@ -26,6 +27,8 @@ FULL_DUPLEX = (
 HTTP = "http_filters:\n"
 ROUTER_FILTER = "                  - name: envoy.filters.http.router\n"
 CLUSTER = "    - name: vllm\n      type: STATIC\n"
+SERVICE = "grpc_service: {envoy_grpc: {cluster_name: kvreturn}}"
+ROUTER_ENDPOINT = "              - endpoint: {address: {socket_address: {address: 127.0.0.1, port_value: 9090}}}\n"
 OTHER_LISTENER = """\
   listeners:
     - name: other
@@ -119,6 +122,9 @@ BREAKS: list[tuple[str, list[tuple[str, str]]]] = [
     ("27-retries", [("name: all\n", "name: all\n                      retry_policy: {retry_on: 5xx}\n")]),
     ("27-retries", [on_route("request_headers_to_add: [{header: {key: X-Envoy-Retry-On, value: 5xx}}]")]),
     ("27-retries", [upstream_options("retry_policy: {retry_on: 5xx}")]),
+    ("27-router-retries", [(SERVICE, f"{SERVICE[:-1]}, retry_policy: {{retry_on: 'connect-failure,reset'}}}}")]),
+    ("27-router-retries", [(SERVICE, f"{SERVICE[:-2]}, retry_policy: {{retry_on: unavailable}}}}}}")]),
+    ("129-router-health", [(ROUTER_ENDPOINT, ROUTER_ENDPOINT + ROUTER_ENDPOINT.replace("9090", "9092"))]),
     ("28-mutation-rules", [config("mutation_rules: {allow_all_routing: true}")]),
     ("28-mutation-rules", [config("mutation_rules: {allow_envoy: true}")]),
     ("28-mutation-rules", [config("mutation_rules: {disallow_all: true}")]),
@@ -162,6 +168,15 @@ BREAKS: list[tuple[str, list[tuple[str, str]]]] = [
             )
         ],
     ),
+    (
+        "p-node-choice",  # the router names prefill nodes under another key
+        [
+            (
+                "grpc_service: {envoy_grpc: {cluster_name: kvreturn}",
+                f"grpc_service: {{{PREFILL_ROLE}, envoy_grpc: {{cluster_name: kvreturn}}",
+            )
+        ],
+    ),
     ("p-timeouts", [(ROUTE, "route: {cluster: vllm}")]),
     ("p-stored-responses", [("match: {prefix: /v1/responses/}", "match: {prefix: /v1/files/}")]),
     (
@@ -195,6 +210,13 @@ KEEPS: dict[str, list[tuple[str, str]]] = {
     "retries where the filter is not at work": [("route: {cluster: vllm}", "route: {cluster: vllm, retry_policy: {}}")],
     "retries of the router's own leg": [
         ("  listeners:\n", (OTHER_LISTENER % ("127.0.0.1", "vllm")).replace("vllm}", "vllm, retry_policy: {a: b}}"))
+    ],
+    "another router for what one has not taken": [
+        (SERVICE, f"{SERVICE[:-1]}, retry_policy: {{retry_on: 'connect-failure, refused-stream'}}}}")
+    ],
+    "several routers whose health is checked": [
+        (ROUTER_ENDPOINT, ROUTER_ENDPOINT + ROUTER_ENDPOINT.replace("9090", "9092")),
+        ("- name: kvreturn\n", "- name: kvreturn\n      health_checks: [{grpc_health_check: {}}]\n"),
     ],
     "mutation rules that concern neither side": [
         config("mutation_rules: {disallow_system: true, disallow_expression: {regex: 'x-secret'}}")

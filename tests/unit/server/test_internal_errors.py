@@ -33,7 +33,7 @@ from support.extproc import (
     trailers_message,
 )
 from support.harness import DECODE, Harness, harness
-from support.nodes import StubPrefill, chat, decode_body, decode_events, handle
+from support.nodes import COLD, StubPrefill, chat, decode_body, decode_events, handle, prefill_body
 from support.streams import LocalStream
 
 TURN = Request(pieces=[chat("Hi")])
@@ -195,6 +195,8 @@ MESSAGES = [
             TURN.pieces[0][:20],
             *EVENTS[-3:],
             decode_body(params=handle()),
+            chat("Hi", kv_transfer_params=COLD),
+            prefill_body(),
             b"x" * 999,
         )
         for end in (False, True)
@@ -208,9 +210,10 @@ MESSAGES = [
     first=st.sampled_from(MESSAGES),
     rest=st.lists(st.sampled_from(MESSAGES), max_size=10),
     modes=st.builds(Modes, st.sampled_from(Mode.values()), st.sampled_from(Mode.values()), st.booleans()),
+    role=st.sampled_from(["gateway", "prefill", "decode"]),
 )
 def test_no_order_of_messages_makes_it_raise(
-    *, first: pb.ProcessingRequest, rest: list[pb.ProcessingRequest], modes: Modes
+    *, first: pb.ProcessingRequest, rest: list[pb.ProcessingRequest], modes: Modes, role: str
 ) -> None:
     """Whatever Envoy, a newer Envoy or something else sends: no exception, and an end."""
 
@@ -219,7 +222,7 @@ def test_no_order_of_messages_makes_it_raise(
         opening = pb.ProcessingRequest()
         opening.CopyFrom(first)
         opening.protocol_config.CopyFrom(modes.config())
-        stream = LocalStream(router.service)
+        stream = LocalStream(router.service, role)
         for message in (opening, *rest):
             await stream.send(message)
         await stream.half_close()

@@ -1,5 +1,6 @@
 """Roles `prefill` and `decode`: the two legs of a turn as an orchestrator sends them, each in a stream of its own."""
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,13 +126,17 @@ _OWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("params", _OWN.values(), ids=_OWN)
-async def test_a_leg_with_a_handle_of_its_own_is_left_alone_and_no_handle_is_used_twice(params: Any) -> None:  # noqa: ANN401
+async def test_a_leg_with_a_handle_of_its_own_is_left_alone_and_no_handle_is_used_twice(
+    params: Any,  # noqa: ANN401 - JSON
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     proxy = Proxy()
     await proxy.turn(FIRST)
     p = await proxy.prefill(NEXT, params)
     assert p.upstream.body == chat(*NEXT, stream=False, max_tokens=1, kv_transfer_params=params)
     assert proxy.router.outcomes() == {"first_turn": 1, "foreign_handle": 1}
     assert proxy.router.handles == 1
+    assert ("swapped" in caplog.text) == params["do_remote_prefill"]  # a decode leg, where none belongs
     # Nobody has proven what P read then, so what D makes of it is not given on.
     await proxy.decode(NEXT, sent_params(p.client.body))
     assert proxy.router.handles == 1
@@ -269,6 +274,16 @@ async def test_other_requests_pass_with_their_parameters(role: str, path: str) -
     assert proxy.router.outcomes() == {}
 
 
+async def test_a_stored_response_of_a_decode_node_has_its_handle_in_it_and_does_not_show_it() -> None:
+    proxy, path = Proxy(), "/v1/responses/resp_1"
+    kept = json.dumps({"id": "resp_1", "kv_transfer_params": handle()}).encode()
+    for method, pieces in (("GET", []), ("POST", [b"{}"])):
+        for role, shown in (("decode", b'{"id": "resp_1"}'), ("prefill", kept)):
+            envoy = proxy.router.envoy(role=role)
+            await envoy.play(Request(path, pieces, method, headers=JSON), Response([kept], headers=JSON))
+            assert envoy.client.body == shown, (method, role)
+
+
 async def test_a_handle_that_a_client_hid_in_another_member_does_not_pass() -> None:
     proxy = Proxy()
     for leg in (
@@ -276,6 +291,16 @@ async def test_a_handle_that_a_client_hid_in_another_member_does_not_pass() -> N
         await proxy.decode(FIRST, prefill_params(), vllm_xargs={"kv_transfer_params": handle(), "a": 1}),
     ):
         assert json.loads(leg.upstream.body)["vllm_xargs"] == {"a": 1}
+
+
+async def test_a_store_that_fails_makes_turns_cold_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    proxy = Proxy(harness(store={"deadline": 0.05}))
+    monkeypatch.setattr(proxy.router.world.store, "take", lambda _: asyncio.sleep(3600))
+    p = await proxy.prefill(FIRST)
+    d = await proxy.decode(FIRST, sent_params(p.client.body))
+    assert (p.client.status, d.client.status) == (200, 200)
+    assert proxy.router.outcomes() == {"store_unavailable": 1}
+    assert proxy.router.handles == 0
 
 
 async def test_without_the_tenants_header_nothing_is_reused() -> None:
@@ -351,3 +376,12 @@ async def test_a_handle_is_taken_once() -> None:
     assert carried_handle(first.upstream.body) == handle()
     assert carried_handle(second.upstream.body) is None
     assert proxy.router.outcomes() == {"first_turn": 1, "hit": 1, "already_taken": 1}
+
+
+async def test_the_admin_view_tells_of_a_turn_once_and_keeps_none_that_is_over() -> None:
+    proxy = Proxy()
+    await proxy.turn(FIRST)
+    await proxy.turn(NEXT)
+    board = proxy.router.world.board
+    assert board.live() == []
+    assert [view.outcome.value for _, view in board.recent()] == ["hit", "first_turn"]

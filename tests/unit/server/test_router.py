@@ -104,6 +104,8 @@ async def test_admin_serves_metrics_and_health(node: FakePrefill, tmp_path: Path
         async with http.get("/healthz") as response:
             assert (response.status, await response.text()) == (200, "ok\n")
         async with http.get("/") as response:
+            assert response.content_type == "text/html"
+        async with http.get("/nothing") as response:
             assert response.status == 404
 
 
