@@ -8,7 +8,7 @@ from pydantic import Field, SecretStr, model_validator
 from kvreturn.core.address import shifted
 from kvreturn.settings.envoy import Envoy
 from kvreturn.settings.limits import Limits
-from kvreturn.settings.nodes import Breaker, Pools, Prefill
+from kvreturn.settings.nodes import Breaker, Health, Pools, Prefill
 from kvreturn.settings.returns import Returns
 from kvreturn.settings.store import Store
 from kvreturn.settings.types import Address, Count, Listen, Positive, Proof, Return, Section
@@ -85,6 +85,7 @@ class Settings(Section):
     )
     limits: Limits = Limits()
     breaker: Breaker = Breaker()
+    health: Health = Health()
     drain_timeout: Positive = Field(30.0, description="Seconds for which running streams may end after SIGTERM.")
     envoy: Envoy = Envoy()
 

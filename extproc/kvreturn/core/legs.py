@@ -83,7 +83,7 @@ class PrefillLeg(_Leg):
         self.attached = yield from self._find()
         put = self._put(self.attached) if self.attached else {}
         text = self.body.edit(put=put) if put else self.body.text
-        return Forward(text, self.prefill_node, SLACK_TOKENS if self._hinted else None)
+        return Forward(text, self.prefill_node, SLACK_TOKENS[self._hinted])
 
     def _put(self, attached: Attached) -> dict[str, bytes]:
         """The members of the body that carry the handle."""

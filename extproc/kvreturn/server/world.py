@@ -28,8 +28,10 @@ from kvreturn.telemetry.metrics import Metrics
 from kvreturn.telemetry.tracing import Tracing
 from kvreturn.upstream.client import PrefillClient
 from kvreturn.upstream.forms import Forms
+from kvreturn.upstream.health import HealthWatch
 from kvreturn.upstream.judge import NodeJudge
 from kvreturn.upstream.pool import Pool
+from kvreturn.upstream.pools import open_pools
 from kvreturn.upstream.pressure import PressureWatch
 
 log = logging.getLogger("kvreturn")
@@ -78,6 +80,7 @@ class World:
     cost: CostModel
     judge: NodeJudge
     client: PrefillClient
+    health: HealthWatch
     metrics: Metrics
     key: bytes
     clock: Callable[[], float]
@@ -109,11 +112,12 @@ class World:
     ) -> "World":
         """Make everything. `client` must be entered before use."""
         secret = settings.secret.get_secret_value().encode()
-        prefill, decode = Pool(settings.pools.prefill, clock), Pool(settings.pools.decode, clock)
         metrics = Metrics(settings.models)
+        prefill, decode = open_pools(settings, metrics, clock)
         store = open_store(settings, metrics, clock)
         forms, cost = Forms(), CostModel()
         judge = NodeJudge(decode, forms, cost, settings.breaker, clock)
+        prefill.engines = decode.engines = judge.engines.of
         metrics.watch("breakers_open", "Decode engines whose handles are not used.", lambda: len(judge.open_breakers()))
         through = settings.envoy.prefill_listen if settings.prefill.via == "envoy" else None
         interval = settings.returns.pressure_interval
@@ -127,6 +131,7 @@ class World:
             cost=cost,
             judge=judge,
             client=PrefillClient(prefill, through),
+            health=HealthWatch({prefill: through, decode: None}, settings.health, clock),
             tracing=tracing or Tracing(),
             pressure=PressureWatch(*_watched(settings), through, clock=clock, interval=interval),
             metrics=metrics,

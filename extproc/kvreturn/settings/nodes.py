@@ -41,3 +41,14 @@ class Breaker(Section):
 
     failures: Count = Field(5, description="So many failed reads of one engine's handles within `window` open it.")
     window: Positive = Field(60.0, description="Seconds over which failures count, and for which it stays open.")
+
+
+class Health(Section):
+    """Health checks of the nodes by the router; Envoy has its own (docs/pools.md)."""
+
+    path: str = Field("/health", pattern="^/", description="Path that answers 200 on a node that can serve.")
+    interval: Positive = Field(5.0, description="Seconds between two checks of a node.")
+    timeout: Positive = Field(2.0, description="Seconds that a check may take.")
+    errors: Count = Field(
+        5, description="Prefill legs that a node answers with 5xx in a row; then it is out until a check says yes."
+    )

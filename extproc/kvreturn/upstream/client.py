@@ -17,12 +17,12 @@ _FIRST_SHARE = 0.5  # of the time for the leg: what is left is for the cold retr
 _CONNECT = 2.0  # seconds for the TCP handshake
 _BODY_LIMIT = 64 << 20
 _IN_ONE_PIECE = 1 << 20  # larger request bodies are written bit by bit, so that other streams get their turn
-_OK = 200
+_OK, _FAILURE = 200, 500
 _EVENT_END = b"\n\n"
 # vLLM's server drops idle connections after 5 s (uvicorn's timeout_keep_alive): let go of ours before.
 _KEEPALIVE = 4.0
 # How Envoy says that it could not reach the node (access log flags UF, UH, URX): no answer of the node's own.
-_ENVOY_LOCAL = (b"upstream connect error", b"no healthy upstream")
+ENVOY_LOCAL = (b"upstream connect error", b"no healthy upstream")
 
 
 class PrefillClient:
@@ -88,10 +88,11 @@ class PrefillClient:
             return Reply(node, failure=Failure.CONNECT)
         finally:
             self._pool.finished(node, ask.tokens)
-        if self._through and reply.status == 503 and reply.body.startswith(_ENVOY_LOCAL):  # noqa: PLR2004
+        if self._through and reply.status == 503 and reply.body.startswith(ENVOY_LOCAL):  # noqa: PLR2004
             self._missed(node, ask)
             return Reply(node, failure=Failure.CONNECT)
-        self._pool.reachable(node)
+        # A refusal is as good an answer as any. Who answers is told: Envoy may have chosen another one.
+        (self._pool.failed if reply.status >= _FAILURE else self._pool.reachable)(reply.node or node)
         return reply
 
     def _missed(self, node: str, ask: Ask) -> None:
