@@ -1,7 +1,7 @@
 """The settings of one router: what `kvreturn.yaml` holds."""
 
 import itertools
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -162,6 +162,11 @@ class Settings(Section):
     def any_auto(self) -> bool:
         """Whether some model's turns go back by `auto`."""
         return any(self.return_for(model) == "auto" for model in ("", *self.models))
+
+    @property
+    def endpoints(self) -> Literal["router", "bootstrap"]:
+        """Who tells Envoy the nodes: its bootstrap, unless they cannot stand there."""
+        return self.envoy.endpoints or "bootstrap"
 
     def proof_for(self, model: str) -> Proof:
         """The proof level that applies to `model`."""

@@ -113,7 +113,7 @@ class PrefillLeg(_Leg):
         """
         assert self.attached
         if status in {_SERVER_ERRORS, _GATEWAY_TIMEOUT}:  # with others, P never saw it, so that D is not to blame
-            self._judge.read_failed(self.attached.handle, hung=status == _GATEWAY_TIMEOUT)
+            self.judge.read_failed(self.attached.handle, hung=status == _GATEWAY_TIMEOUT)
         self.facts.outcome, self.facts.detail = Outcome.READ_FAILED, str(status)
         self.facts.retries += 1
         self.attached = None

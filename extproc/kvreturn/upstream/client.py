@@ -83,8 +83,9 @@ class PrefillClient:
             # Without outstanding tokens a node that hangs would look like the idlest one, turn after turn.
             self._missed(node, ask)
             return Reply(node, failure=Failure.TIMEOUT)
-        except (aiohttp.ClientError, OSError):
-            self._missed(node, ask)
+        except (aiohttp.ClientError, OSError) as e:
+            if not (self._through and isinstance(e, aiohttp.ClientConnectorError)):  # else it is Envoy that is away
+                self._missed(node, ask)
             return Reply(node, failure=Failure.CONNECT)
         finally:
             self._pool.finished(node, ask.tokens)
