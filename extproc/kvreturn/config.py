@@ -8,7 +8,8 @@ from pydantic import Field, SecretStr, model_validator
 from kvreturn.core.address import shifted
 from kvreturn.settings.envoy import Envoy
 from kvreturn.settings.limits import Limits
-from kvreturn.settings.nodes import Breaker, Health, Pools, Prefill
+from kvreturn.settings.nodes import Breaker, Health, Prefill
+from kvreturn.settings.pools import Pools
 from kvreturn.settings.returns import Returns
 from kvreturn.settings.store import Store
 from kvreturn.settings.types import Address, Count, Listen, Positive, Proof, Return, Section
@@ -115,6 +116,16 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
+    def _bootstrap_can_name_nodes(self) -> Self:
+        for kind, source in self.pools.sources.items():
+            if source.endpoint_slices and self.endpoints == "bootstrap":
+                raise ValueError(
+                    f"envoy.endpoints: bootstrap does not go with pools.{kind}.endpoint_slices, which Envoy does not "
+                    "ask: say `router`, or nothing"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _salts_are_stable(self) -> Self:
         if self.tenant_cache_salt and not self.secret.get_secret_value():
             raise ValueError(f"tenant_cache_salt needs `secret` (or ${SECRET_ENV}): routers must make the same salts")
@@ -166,7 +177,8 @@ class Settings(Section):
     @property
     def endpoints(self) -> Literal["router", "bootstrap"]:
         """Who tells Envoy the nodes: its bootstrap, unless they cannot stand there."""
-        return self.envoy.endpoints or "bootstrap"
+        static = all(source.static for source in self.pools.sources.values())
+        return self.envoy.endpoints or ("bootstrap" if static else "router")
 
     def proof_for(self, model: str) -> Proof:
         """The proof level that applies to `model`."""

@@ -32,7 +32,7 @@ def build(settings: Settings) -> bootstrap_pb.Bootstrap:
     _check(settings)
     health = settings.envoy.health_check_path
     told = settings.endpoints == "router"
-    decode, prefill = (None if told else nodes for nodes in (settings.pools.decode, settings.pools.prefill))
+    decode, prefill = (None if told else settings.pools.sources[kind].listed for kind in ("decode", "prefill"))
     limit = connections_pb.DownstreamConnectionsConfig(max_active_downstream_connections=_MAX_CLIENT_CONNECTIONS)
     return bootstrap_pb.Bootstrap(
         node=core_pb.Node(id="kvreturn", cluster="kvreturn") if told else None,  # who asks routers for endpoints
@@ -102,7 +102,8 @@ def warnings(settings: Settings) -> list[str]:
             f"the router listens on {settings.listen} without TLS: whoever reaches it takes part in turns. Keep it on "
             "a loopback address or a Unix socket where Envoy runs on the same machine."
         )
-    for pool, nodes in (("prefill", settings.pools.prefill), ("decode", settings.pools.decode)):
+    for pool, source in settings.pools.sources.items():
+        nodes = source.static
         named = [n for n in nodes if not is_ip(split_address(n)[0])]
         if named and len(nodes) > 1 and settings.endpoints == "bootstrap":
             found.append(

@@ -126,7 +126,7 @@ def check_free(listens: Mapping[str, str | None]) -> None:
 async def running(settings: Settings) -> AsyncIterator[Router]:
     """A router for as long as the context lasts."""
     world = World.create(settings, tracing=Tracing.from_environ(os.environ))
-    async with world.client, contextlib.aclosing(world.guard), world.lifecycle.presence(), world.pressure, world.health:
+    async with world.client, contextlib.aclosing(world.guard), world.lifecycle.presence(), world.nodes, world.pressure:
         router = Router(world)
         try:
             await world.guard.start()

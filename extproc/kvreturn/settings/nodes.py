@@ -4,14 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvreturn.settings.types import Address, Count, Positive, Section
-
-
-class Pools(Section):
-    """The vLLM nodes."""
-
-    prefill: list[Address] = Field(min_length=1, description="Prefill nodes, `host:port` of their OpenAI server.")
-    decode: list[Address] = Field(min_length=1, description="Decode nodes, `host:port` of their OpenAI server.")
+from kvreturn.settings.types import Count, Positive, Section
 
 
 class Prefill(Section):

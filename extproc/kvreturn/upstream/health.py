@@ -31,11 +31,14 @@ class HealthWatch:
         pools: each with the way to its nodes: Envoy's prefill listener, or None for straight to the node.
         settings: how to check.
         clock: monotonic seconds.
+
+    Attributes:
+        settings: as given; others may take their place.
     """
 
     def __init__(self, pools: Mapping[Pool, str | None], settings: Health, clock: Callable[[], float]) -> None:
         self._pools = pools
-        self._settings = settings
+        self.settings = settings
         self._clock = clock
         self._due: dict[tuple[Pool, str], float] = {}
         self._running: dict[tuple[Pool, str], asyncio.Task[None]] = {}
@@ -49,7 +52,7 @@ class HealthWatch:
             cookie_jar=aiohttp.DummyCookieJar(),
             # A kept one may be closed by the node at just that moment, which would look like a failure.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=self._settings.timeout),
+            timeout=aiohttp.ClientTimeout(total=None),
         )
         self._loop = asyncio.create_task(self._run())
         return self
@@ -74,7 +77,7 @@ class HealthWatch:
                 self._failures.pop(gone, None)
             for key, state in wanted.items():
                 if key not in self._running and (state == "probing" or self._due.get(key, now) <= now):
-                    self._due[key] = now + self._settings.interval * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - no secret
+                    self._due[key] = now + self.settings.interval * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - no secret
                     task = self._running[key] = asyncio.create_task(self._check(*key))
                     task.add_done_callback(lambda _, key=key: self._running.pop(key))  # type: ignore[misc]
             await asyncio.sleep(_TICK)
@@ -98,15 +101,16 @@ class HealthWatch:
                 pool.kind,
                 address,
                 why,
-                self._settings.path,
+                self.settings.path,
             )
 
     async def _ask(self, address: str, through: str | None) -> str | None:
         """Ask once. Returns what is wrong, if anything is."""
         assert self._session
         headers = {NODE_HEADER: address, ONLY_HEADER: "1"} if through else {}
-        url = f"http://{through or address}{self._settings.path}"
-        async with self._session.get(url, headers=headers, allow_redirects=False) as response:
+        within = aiohttp.ClientTimeout(total=self.settings.timeout)
+        url = f"http://{through or address}{self.settings.path}"
+        async with self._session.get(url, headers=headers, timeout=within, allow_redirects=False) as response:
             if response.status == _OK:
                 return None
             text = await response.content.read(256) if through else b""

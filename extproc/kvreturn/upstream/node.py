@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvreturn.core.address import seat
+
 State = Literal["up", "out", "probing", "draining"]
 STATES: tuple[State, ...] = ("up", "out", "probing", "draining")
 Reason = Literal["connect", "errors", "health", "probe"]
@@ -66,6 +68,11 @@ class Node:
     checked: bool = False
     _errors: int = 0
     _misses: int = 0
+
+    def seats(self) -> list[str]:
+        """The names of its engines, by rank."""
+        many = len(self.engines) > 1
+        return [seat(self.address, rank if many else None) for rank in range(len(self.engines))]
 
     @property
     def draining(self) -> bool:

@@ -27,10 +27,10 @@ class Pool:
         addresses: `host:port` of each.
         clock: monotonic seconds.
         kind: of the nodes, for the log.
-        ranks: engines behind each address.
-        errors: answers of 5xx in a row that take a node out.
 
     Attributes:
+        ranks: engines behind each address; a change holds from the next `update` on.
+        errors: answers of 5xx in a row that take a node out.
         changed: called when a node came, left, or began or ended to drain.
         ejected: told of each node that goes out: why.
     """
@@ -48,8 +48,8 @@ class Pool:
         self.changed: list[Callable[[], None]] = []
         self.ejected: Callable[[Reason], None] = lambda _: None
         self.engines: Callable[[str], Collection[str]] = lambda _: ()
-        self._ranks = ranks
-        self._errors = errors
+        self.ranks = ranks
+        self.errors = errors
         self._clock = clock
         self._choices = itertools.count(1)
         self._nodes: dict[str, Node] = {}
@@ -66,7 +66,7 @@ class Pool:
             terminating: those of them that are being taken away: they drain.
         """
         before = {a: n.draining for a, n in self._nodes.items()}
-        self._nodes = {a: self._nodes.get(a) or self._node(a) for a in addresses}
+        self._nodes = {a: self._node(a) for a in addresses}
         self._named = not all(is_ip(split_address(a)[0]) for a in self._nodes)
         for address, node in self._nodes.items():
             node.terminating = address in terminating
@@ -119,7 +119,7 @@ class Pool:
     def seats(self, address: str) -> list[str]:
         """The names of all engines behind an address."""
         node = self._nodes.get(address)
-        return [seat(address, self._rank(i)) for i in range(len(node.engines))] if node else [address]
+        return node.seats() if node else [address]
 
     def seat(self, address: str, rank: int | None) -> str:
         """The name of an engine behind an address, as far as ranks mean anything there.
@@ -165,7 +165,7 @@ class Pool:
             return *bad, not preferred, engine.load, engine.chosen
 
         name, _, engine = min(
-            ((seat(n.address, self._rank(i)), n, e) for n in self._nodes.values() for i, e in enumerate(n.engines)),
+            ((name, n, e) for n in self._nodes.values() for name, e in zip(n.seats(), n.engines, strict=True)),
             key=rank,
         )
         engine.chosen = next(self._choices)
@@ -196,7 +196,7 @@ class Pool:
     def failed(self, name: str) -> None:
         """The node answered a request with a 5xx."""
         node = self._nodes.get(split_seat(name)[0])
-        if node and node.erred(self._errors):
+        if node and node.erred(self.errors):
             self._eject(node, "errors")
 
     def reachable(self, name: str) -> None:
@@ -224,10 +224,11 @@ class Pool:
     # --- inside ---
 
     def _node(self, address: str) -> Node:
-        return Node(address, [Engine() for _ in range(self._ranks)])
-
-    def _rank(self, i: int) -> int | None:
-        return i if self._ranks > 1 else None
+        """What is known of the node, or a new one."""
+        node = self._nodes.get(address)
+        return (
+            node if node and len(node.engines) == self.ranks else Node(address, [Engine() for _ in range(self.ranks)])
+        )
 
     def _engine(self, name: str) -> Engine | None:
         address, rank = split_seat(name)
