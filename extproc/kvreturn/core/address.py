@@ -4,6 +4,9 @@ import ipaddress
 import re
 
 _LAST_PORT = 65535
+RANK_HEADER = "x-data-parallel-rank"
+"""Request header that chooses one of the engines behind vLLM's server: `--data-parallel-size` (vLLM 0.32.0)."""
+
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 

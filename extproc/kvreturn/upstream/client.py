@@ -8,6 +8,7 @@ from typing import Self
 
 import aiohttp
 
+from kvreturn.core.address import RANK_HEADER, split_seat
 from kvreturn.core.ports import Ask, Failure, Reply
 from kvreturn.envoy.names import NODE_HEADER, ONLY_HEADER, UPSTREAM_HEADER
 from kvreturn.upstream.pool import Pool
@@ -104,11 +105,14 @@ class PrefillClient:
     async def _post(self, node: str, ask: Ask, headers: Mapping[str, str]) -> Reply:
         assert self._session
         send = {**headers, "content-type": "application/json"}
+        address, rank = split_seat(node)
+        if rank is not None:
+            send[RANK_HEADER] = str(rank)
         if self._through:
-            send[NODE_HEADER] = node
+            send[NODE_HEADER] = address
             if ask.only:
                 send[ONLY_HEADER] = "1"
-        url = f"http://{self._through or node}{ask.path}"
+        url = f"http://{self._through or address}{ask.path}"
         data = io.BytesIO(ask.body) if len(ask.body) > _IN_ONE_PIECE else ask.body
         async with self._session.post(url, data=data, headers=send, allow_redirects=False) as response:
             body = bytearray()
@@ -120,7 +124,7 @@ class PrefillClient:
                 if len(body) > _BODY_LIMIT:
                     raise aiohttp.ClientPayloadError("answer of a prefill node is over 64 MiB")
             # Envoy may have chosen another node than the one we asked for, if that one is down.
-            upstream = response.headers.get(UPSTREAM_HEADER) if self._through else None
+            upstream = response.headers.get(UPSTREAM_HEADER, address) if self._through else address
             content_type = response.headers.get("content-type", "application/octet-stream")
             told = {h: response.headers[h] for h in _TOLD if h in response.headers}
-            return Reply(upstream or node, response.status, bytes(body), content_type, headers=told)
+            return Reply(self._pool.seat(upstream, rank), response.status, bytes(body), content_type, headers=told)
