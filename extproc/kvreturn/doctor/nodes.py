@@ -22,8 +22,8 @@ _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 async def look(ctx: Context) -> list[Finding]:
     """Look at all nodes of both pools, and remember in the context what they are."""
     pools: Sequence[tuple[Side, Sequence[str]]] = (
-        ("prefill", ctx.settings.pools.prefill),
-        ("decode", ctx.settings.pools.decode),
+        ("prefill", ctx.settings.pools.sources["prefill"].listed),
+        ("decode", ctx.settings.pools.sources["decode"].listed),
     )
     ctx.nodes = [Node(address, side) for side, pool in pools for address in pool]
     found = await asyncio.gather(*(_look_at(ctx, node) for node in ctx.nodes))

@@ -84,10 +84,10 @@ def _nodes(ctx: Context, answer: Answer) -> Iterator[Finding]:
         yield skipped(check, f"/clusters: {answer.what[:100]}")
         return
     hosts = {s.get("name"): s.get("host_statuses", []) for s in statuses if isinstance(s, dict)}
-    pools = ctx.settings.pools
+    pools = ctx.settings.pools.sources
     pairs: list[tuple[str, Sequence[str]]] = [
-        (names.PREFILL_CLUSTER, pools.prefill),
-        (names.DECODE_CLUSTER, pools.decode),
+        (names.PREFILL_CLUSTER, pools["prefill"].static),
+        (names.DECODE_CLUSTER, pools["decode"].static),
     ]
     for name, pool in pairs:
         if name not in hosts:
@@ -100,8 +100,8 @@ def _pool(name: str, pool: Sequence[str], statuses: Sequence[Mapping[str, Any]])
     check = "envoy.nodes"
     known = {address: status.get("health_status", {}) for status in statuses if (address := _address(status))}
     ours = {address for address in pool if is_ip(split_address(address)[0])}
-    if len(ours) < len(pool):
-        yield skipped(check, "host names in the pool: Envoy shows what they resolve to", name)
+    if len(ours) < len(pool) or not pool:
+        yield skipped(check, "host names or discovery in the pool: Envoy shows what they lead to", name)
     else:
         missing, strange = sorted(ours - known.keys()), sorted(known.keys() - ours)
         for what in [f"Envoy does not know {', '.join(missing)}"] * bool(missing) + [

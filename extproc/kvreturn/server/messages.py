@@ -155,12 +155,13 @@ def with_metadata(answer: ProcessingResponse, values: Iterable[tuple[str, str]])
     return answer
 
 
-def towards(engine: str | None, changes: Headers) -> list[tuple[str, str]]:
+def towards(engine: str | None, changes: Headers, key: str = DECODE_NODE) -> list[tuple[str, str]]:
     """Send a request to an engine.
 
     Args:
-        engine: its name in the pool of decode nodes; None to let Envoy choose.
+        engine: its name in its pool; None to let Envoy choose.
         changes: to the request's headers; they get the engine's rank, if there are several behind its address.
+        key: of the metadata.
 
     Returns:
         The metadata that names the node to Envoy.
@@ -171,7 +172,7 @@ def towards(engine: str | None, changes: Headers) -> list[tuple[str, str]]:
     if rank is not None:
         changes.remove = [h for h in changes.remove if h != RANK_HEADER]
         changes.set[RANK_HEADER] = str(rank)
-    return [(DECODE_NODE, address)]
+    return [(key, address)]
 
 
 _SKIP_ALL = ProcessingMode(
