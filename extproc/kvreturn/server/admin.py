@@ -12,6 +12,7 @@ from aiohttp.typedefs import Middleware
 from yarl import URL
 
 from kvreturn.core.api.base import error_body
+from kvreturn.server.draining import Draining
 from kvreturn.server.sessions import Sessions
 from kvreturn.server.world import World
 
@@ -40,6 +41,7 @@ def admin_app(world: World, host: str) -> web.Application:
     app.router.add_get("/metrics", _metrics(world))
     app.router.add_get("/healthz", _healthz)
     Sessions(world).add_to(app)
+    Draining(world).add_to(app)
     return app
 
 
