@@ -101,7 +101,7 @@ async def test_handles_that_a_proxy_has_from_elsewhere_are_left_to_it() -> None:
     at = Addresses()
     script(MULTITURN)
     async with product("kvreturn", envoy=at.settings) as there:
-        decode = there.front.settings.pools.decode[0]
+        decode = there.front.settings.pools.sources["decode"].static[0]
         async with (
             orchestrator(MULTITURN, at.prefill, decode) as proxy,
             client(proxy.url) as sdk,

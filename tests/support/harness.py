@@ -156,3 +156,10 @@ def tasks() -> set["asyncio.Task[Any]"]:
     """All tasks but the one that asks, and those of peers."""
     own = asyncio.current_task()
     return {t for t in asyncio.all_tasks() if t is not own and not any(name in repr(t) for name in _PEERS)}
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something of which no event tells."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)

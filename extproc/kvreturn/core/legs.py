@@ -85,7 +85,7 @@ class PrefillLeg(_Leg):
         self.attached = yield from self._find()
         put = self._put(self.attached) if self.attached else {}
         text = self.body.edit(put=put) if put else self.body.text
-        return Forward(text, self.prefill_node, SLACK_TOKENS if self._hinted else None)
+        return Forward(text, self.prefill_node, SLACK_TOKENS[self._hinted])
 
     def _put(self, attached: Attached) -> dict[str, bytes]:
         """The members of the body that carry the handle."""
@@ -115,7 +115,7 @@ class PrefillLeg(_Leg):
         """
         assert self.attached
         if status in {_SERVER_ERRORS, _GATEWAY_TIMEOUT}:  # with others, P never saw it, so that D is not to blame
-            self._judge.read_failed(self.attached.handle, hung=status == _GATEWAY_TIMEOUT)
+            self.judge.read_failed(self.attached.handle, hung=status == _GATEWAY_TIMEOUT)
         self.facts.outcome, self.facts.detail = Outcome.READ_FAILED, str(status)
         self.facts.retries += 1
         self.attached = None
