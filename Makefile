@@ -58,8 +58,9 @@ format: $(STAMP)  ## Format the code
 proto: $(STAMP)  ## Generate the protobuf code
 	$(BIN)/python scripts/gen_protos.py
 
-docs: $(STAMP)  ## Generate the reference parts of README.md and envoy/*.yaml
+docs: $(STAMP)  ## Generate the reference parts of README.md, docs/metrics.md and the dashboard
 	$(BIN)/python scripts/gen_docs.py
+	$(BIN)/python scripts/gen_dashboard.py
 
 clean:  ## Remove the virtual environment and caches
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz .vllm-scripts

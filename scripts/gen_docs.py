@@ -1,4 +1,4 @@
-"""Write what is generated in README.md: the outcomes and the configuration reference.
+"""Write what is generated: outcomes and configuration reference in README.md, and docs/metrics.md.
 
 usage: python scripts/gen_docs.py [--check]
 """
@@ -13,7 +13,9 @@ from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
 
 from kvreturn.config import Model, Settings
+from kvreturn.core.api import APIS
 from kvreturn.core.outcome import Outcome
+from kvreturn.server.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -63,8 +65,65 @@ def readme() -> str:
     return text
 
 
+LABELS = {
+    "outcome": "the outcomes of README.md",
+    "api": ", ".join(f"`{api.name}`" for api in APIS),
+    "model": "models of the settings, and the first 32 others that a node has answered to; else `other`",
+    "type": "an HTTP status; `incomplete`: the stream was cut; `in_band`: an error inside a response of status 200",
+    "why": "one word of a fixed list: for requests why they were refused, for returns the rule of docs/return.md",
+    "choice": "`eager`, `lazy`",
+    "result": "one word of a fixed list: what became of it",
+    "streamed": "`true`, `false`",
+    "side": "`request`, `response`",
+    "operation": "`take`, `put`, `replace`; errors also `ping`",
+    "kind": "one word: `timeout`, `busy`, `breaker_open`, `connect`, `auth`, `full`, ...",
+    "version": "of kvreturn",
+    "proof": "the setting",
+    "return": "the setting",
+    "store": "`memory`, `redis`",
+    "prefill_via": "the setting `prefill.via`",
+}
+"""What values each label has. A label that is not here must not be: it might have any number of them."""
+
+
+def world() -> World:
+    """A router's world, for what its metrics are."""
+    return World.create(Settings.model_validate({"pools": {"prefill": ["p:1"], "decode": ["d:1"]}}))
+
+
+def metrics() -> str:
+    """docs/metrics.md: every metric by both names, from the instruments themselves."""
+    made = sorted(world().metrics.all.values(), key=lambda i: i.family)
+    used = {label for i in made for label in i.labels}
+    assert used <= LABELS.keys(), f"labels without a description: {used - LABELS.keys()}"
+    lines = [
+        "# Metrics",
+        "",
+        "Made by `make docs` from the code. `GET /metrics` on the admin port has them for Prometheus; by OTLP they go",
+        "under the name in the second column (docs/observability.md). Histograms have `_bucket`, `_sum` and `_count`",
+        "behind their Prometheus name. Besides, `process_*` tells of the process: memory, CPU, open files.",
+        "",
+        "| Prometheus | OpenTelemetry | kind | labels | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for i in made:
+        labels = ", ".join(f"`{label}`" for label in i.labels)
+        lines.append(f"| `{i.prometheus}` | `{i.otel}` {{{i.unit.strip('{}')}}} | {i.kind} | {labels} | {i.doc} |")
+    lines += ["", "## Labels", "", "| label | values |", "|---|---|"]
+    lines += [f"| `{label}` | {LABELS[label]} |" for label in LABELS if label in used]
+    lines += [
+        "",
+        "Records (`kvreturn_sessions*`) are counted by the memory store only: a shared one knows them itself.",
+        "What the connector counts is on vLLM's own pages: `connector/README.md`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+GENERATED = {"README.md": readme, "docs/metrics.md": metrics}
+
 if __name__ == "__main__":
-    path = ROOT / "README.md"
     if "--check" in sys.argv:
-        sys.exit(0 if path.read_text() == readme() else "README.md is not current: run `make docs`")
-    path.write_text(readme())
+        stale = [name for name, make in GENERATED.items() if (ROOT / name).read_text() != make()]
+        sys.exit(f"not current: {', '.join(stale)}: run `make docs`" if stale else 0)
+    for name, make in GENERATED.items():
+        (ROOT / name).write_text(make())

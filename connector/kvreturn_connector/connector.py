@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlPull
 from kvreturn_connector.compat import check_connector
 from kvreturn_connector.scheduler import ProvenPullScheduler
 from kvreturn_connector.settings import Settings, keys_read_by, read_settings
-from kvreturn_connector.stats import KvreturnPromMetrics, KvreturnStats, PinStats
+from kvreturn_connector.stats import KvreturnPromMetrics, KvreturnStats, SchedulerStats
 from kvreturn_connector.worker import ProvenPullWorker
 
 logger = logging.getLogger("vllm.kvreturn")
@@ -38,19 +38,19 @@ class NixlConnector(NixlPullConnector):
         # vLLM's base class makes its own two halves; ours take their places before anything uses them.
         super(NixlPullConnector, self).__init__(vllm_config, role, kv_cache_config)
         self.connector_scheduler = self.connector_worker = None
-        self._pin_stats: PinStats | None = None
+        self._stats: SchedulerStats | None = None
         if role == KVConnectorRole.SCHEDULER:
             # A failed read costs a prefill, not a request. vLLM reads the policy after it made the connector.
             config.kv_load_failure_policy = "recompute"
             self.connector_scheduler = ProvenPullScheduler(vllm_config, self.engine_id, kv_cache_config, settings)
-            self._pin_stats = PinStats(self.connector_scheduler.pins)
+            self._stats = SchedulerStats(self.connector_scheduler.pins, self.connector_scheduler.read_counts)
             _announce(settings, self.connector_scheduler)
         else:
             self.connector_worker = ProvenPullWorker(vllm_config, self.engine_id, kv_cache_config, settings)
 
     def get_kv_connector_stats(self) -> Any:
         """VLLM's from the workers, ours from the scheduler."""
-        return self._pin_stats.collect() if self._pin_stats else super().get_kv_connector_stats()
+        return self._stats.collect() if self._stats else super().get_kv_connector_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvreturnStats:

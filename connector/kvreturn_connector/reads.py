@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvreturn_connector import wire
+from kvreturn_connector.counts import ReadCounts
 from kvreturn_connector.handles import REMOTE, Offer, check_handle, open_offer, prove
 from kvreturn_connector.prompts import Prompts
 from kvreturn_connector.settings import Settings
@@ -53,6 +54,9 @@ class Reads:
         asker: asks D.
         warn: takes a key and a text for the log.
         about: tells what runs here.
+
+    Attributes:
+        counts: what became of handles.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Reads:
         self._warn = warn
         self._about = about
         self._reads: dict[str, _Read] = {}
+        self.counts = ReadCounts()
 
     def knows(self, request: Any) -> bool:
         """Whether a request is one of them."""
@@ -201,6 +206,8 @@ class Reads:
         if read.offer and read.reason is None and not request.kv_transfer_params.get(_LOADED):
             self._let_go(read.offer)  # it ended before its handle was decided or loaded
         proven = read.offer.proven if read.offer else 0
+        if not read.free and (read.offer or read.reason):
+            self.counts.add(proven, read.read, read.reason)
         ids = self._prompts.ids(request) if read.ids else None
         digest = self._prompts.digest(request)
         about = self._about() if read.about else None

@@ -42,6 +42,7 @@ class ProvenPullScheduler(NixlPullConnectorScheduler):
         self._prompts = Prompts(settings.secret, self.block_size)
         self._asker = Asker(settings.claim_timeout)
         self._reads = Reads(settings, self._prompts, self._asker, self._warn, self._about)
+        self.read_counts = self._reads.counts
         self._loads = Once()  # P's requests that were read here
         self._mismatched: set[str] = set()  # D's requests whose prompt is not the one that P computed
         self._warned: set[str] = set()

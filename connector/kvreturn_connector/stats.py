@@ -6,18 +6,10 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats, NixlPromMetrics
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvreturn_connector.counts import COUNTERS, GAUGES, REASONS, UNREAD, UNREAD_DOC, ReadCounts
 from kvreturn_connector.pins import PinTable
 
-_GAUGES = {
-    "kvreturn_pins": "Finished turns whose KV blocks are pinned for the next prefill.",
-    "kvreturn_pinned_blocks": "Distinct KV blocks that finished turns keep pinned.",
-}
-_COUNTERS = {
-    "kvreturn_early_releases": "Pins let go before their time, for want of room (retention_budget).",
-    "kvreturn_pins_refused": "Finished turns that got no handle, for want of room (retention_budget).",
-    "kvreturn_claims": "Pins given to a prefill node that asked for them.",
-    "kvreturn_claims_denied": "Prefill nodes that asked for a pin that is not there, was used, or is another.",
-}
+_NAMES = (*GAUGES, *COUNTERS, *(f"{UNREAD}:{reason}" for reason in REASONS))
 
 
 @dataclass
@@ -27,23 +19,25 @@ class KvreturnStats(NixlKVConnectorStats):
     def reset(self) -> None:
         """See `KVConnectorStats.reset`."""
         super().reset()
-        for name in (*_GAUGES, *_COUNTERS):
+        for name in _NAMES:
             self.data[name] = []
 
     def is_empty(self) -> bool:
         """See `KVConnectorStats.is_empty`."""
-        return super().is_empty() and not any(self.data.get(name) for name in (*_GAUGES, *_COUNTERS))
+        return super().is_empty() and not any(self.data.get(name) for name in _NAMES)
 
 
-class PinStats:
-    """Turns a pin table's totals into what has changed since the last report.
+class SchedulerStats:
+    """Turns what the scheduler's side has counted into what has changed since the last report.
 
     Args:
-        pins: the table.
+        pins: of finished turns.
+        reads: of prefill requests.
     """
 
-    def __init__(self, pins: PinTable) -> None:
+    def __init__(self, pins: PinTable, reads: ReadCounts) -> None:
         self._pins = pins
+        self._reads = reads
         self._last: dict[str, int] = {}
 
     def collect(self) -> KvreturnStats | None:
@@ -56,13 +50,15 @@ class PinStats:
             "kvreturn_pins_refused": counts.refused,
             "kvreturn_claims": counts.claims,
             "kvreturn_claims_denied": counts.denied,
+            **self._reads.totals,
+            **{f"{UNREAD}:{reason}": number for reason, number in self._reads.unread.items()},
         }
         if now == self._last:
             return None
         stats = KvreturnStats()
         for name, value in now.items():
             change = value - self._last.get(name, 0)
-            if name in _GAUGES:
+            if name in GAUGES:
                 stats.data[name].append(value)
             elif change:
                 stats.data[name].append(change)
@@ -86,8 +82,12 @@ class KvreturnPromMetrics(NixlPromMetrics):
             metric = kind(name=f"vllm:{name}", documentation=doc, labelnames=labelnames)
             return create_metric_per_engine(metric, per_engine_labelvalues)
 
-        self._gauges = {name: make(self._gauge_cls, name, doc) for name, doc in _GAUGES.items()}
-        self._counters = {name: make(self._counter_cls, name, doc) for name, doc in _COUNTERS.items()}
+        self._gauges = {name: make(self._gauge_cls, name, doc) for name, doc in GAUGES.items()}
+        self._counters = {name: make(self._counter_cls, name, doc) for name, doc in COUNTERS.items()}
+        unread = self._counter_cls(name=f"vllm:{UNREAD}", documentation=UNREAD_DOC, labelnames=[*labelnames, "reason"])
+        for reason in REASONS:
+            values = {engine: [*labels, reason] for engine, labels in per_engine_labelvalues.items()}
+            self._counters[f"{UNREAD}:{reason}"] = create_metric_per_engine(unread, values)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """See `KVConnectorPromMetrics.observe`."""

@@ -26,8 +26,9 @@ def test_protobuf_code_is_current(tmp_path: Path) -> None:
     assert filecmp.cmpfiles(made, kept, names, shallow=False) == (names, [], [])
 
 
-def test_readme_reference_is_current() -> None:
-    assert script("gen_docs").readme() == (ROOT / "README.md").read_text()
+async def test_references_are_current() -> None:
+    for name, make in script("gen_docs").GENERATED.items():
+        assert make() == (ROOT / name).read_text(), f"{name}: run `make docs`"
 
 
 def test_every_extra_of_the_package_is_explained_in_contributing() -> None:

@@ -7,7 +7,16 @@ from typing import Any
 
 from kvreturn.analyze.fields import CACHED, COMPLETION, CONVERSATION, PROMPT, Unit, first, read_count, read_time
 from kvreturn.analyze.observation import MAX_TOKENS, LineError, Measured, Observation, Sizes
-from kvreturn.analyze.textlogs import BYTES_PER_TOKEN, access_tokens, is_access, is_turn, read_access, read_text
+from kvreturn.analyze.textlogs import (
+    BYTES_PER_TOKEN,
+    TURN_LOG,
+    access_tokens,
+    is_access,
+    is_turn,
+    read_access,
+    read_text,
+    read_turn,
+)
 from kvreturn.core.api import API, Answer, BadRequestError, Chat, Completions
 from kvreturn.core.fingerprint import Scope, Trail, canonical
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
@@ -43,6 +52,8 @@ class LineReader:
             obj = loads(text)
         except JSONTextError:
             raise LineError("not JSON") from None
+        if obj.get("logger") == TURN_LOG:
+            return read_turn(obj)
         return self._trace(obj) if "hash_ids" in obj else self._object(obj)
 
     def _object(self, obj: Mapping[str, Any]) -> Observation | None:

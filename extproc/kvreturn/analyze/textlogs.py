@@ -1,4 +1,4 @@
-"""Lines of text: kvreturn's turn log, and Envoy's access log in its default form and Istio's."""
+"""Lines of kvreturn's turn log, as text and as JSON, and of Envoy's access log in its default form and Istio's."""
 
 import re
 from collections.abc import Mapping
@@ -6,6 +6,7 @@ from typing import Any
 
 from kvreturn.analyze.fields import to_seconds
 from kvreturn.analyze.observation import LineError, Measured, Observation, Sizes
+from kvreturn.core.api.base import is_count
 from kvreturn.core.fingerprint import keyed_hash
 from kvreturn.core.outcome import Outcome
 
@@ -14,7 +15,10 @@ BYTES_PER_TOKEN = 4
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _OK = range(200, 300)
 _OUTCOME = re.compile(r"\boutcome=([a-z_]+)")
-_MEMBER = re.compile(r" (prompt|read|local|returned)=([0-9]+)(?= |$)")
+_COUNTS = ("prompt", "read", "local", "returned")
+_MEMBER = re.compile(rf" ({'|'.join(_COUNTS)})=([0-9]+)(?= |$)")
+TURN_LOG = "kvreturn.turn"
+"""`logger` of a turn log's line that is JSON."""
 # Istio puts four more fields between the response flags and the bytes.
 _ACCESS = re.compile(
     r'\[(?P<start_time>[^\]]+)\] "(?P<method>\S+) (?P<path>\S+) [^"]*" (?P<response_code>\d+) \S+ '
@@ -78,10 +82,22 @@ def read_access(access: Mapping[str, Any]) -> Observation | None:
     return Observation(to_seconds(access.get("start_time"), "auto"), sizes, client=client)
 
 
+def read_turn(obj: Mapping[str, Any]) -> Measured:
+    """What a JSON line of the turn log tells.
+
+    Raises:
+        LineError: it cannot be read.
+    """
+    return _word(str(obj.get("outcome")), {name: obj[name] for name in _COUNTS if is_count(obj.get(name))})
+
+
 def _measured(outcome: str, text: str) -> Measured:
+    return _word(outcome, {name: int(value) for name, value in _MEMBER.findall(text)})
+
+
+def _word(outcome: str, counts: Mapping[str, int]) -> Measured:
     try:
         word = Outcome(outcome)
     except ValueError:
         raise LineError("an outcome in it that kvreturn does not write") from None
-    found = {name: int(value) for name, value in _MEMBER.findall(text)}
-    return Measured(word, *(found.get(name) for name in ("prompt", "read", "local", "returned")))
+    return Measured(word, *(counts.get(name) for name in _COUNTS))

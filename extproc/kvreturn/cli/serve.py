@@ -9,11 +9,13 @@ from pathlib import Path
 
 import click
 
+from kvreturn.cli.options import log_format
 from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.server.app import ListenError, check_free, serve
 from kvreturn.server.supervisor import REFUSED, Supervisor, SupervisorError
-from kvreturn.telemetry.tracing import TracingError
+from kvreturn.telemetry.environment import TelemetryError
+from kvreturn.telemetry.logs import Format, configure
 
 log = logging.getLogger("kvreturn")
 
@@ -31,8 +33,11 @@ class _RefusedError(click.ClickException):
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )
+@log_format
 @click.option("--worker", type=int, hidden=True, help="Which one this is; given by the supervisor.")
-def command(path: Path, workers: int | None, watch: bool, log_level: str, worker: int | None) -> None:
+def command(
+    path: Path, workers: int | None, watch: bool, log_level: str, log_format: Format, worker: int | None
+) -> None:
     """Run the ext_proc server that Envoy calls, until SIGTERM.
 
     SIGHUP reloads the settings (docs/operations.md).
@@ -42,17 +47,14 @@ def command(path: Path, workers: int | None, watch: bool, log_level: str, worker
     load = partial(load_settings, path, over=over)
     try:
         settings = load()
-        who = "" if worker is None else f"worker {worker} "
-        logging.basicConfig(
-            level=log_level.upper(), stream=sys.stderr, format=f"%(asctime)s %(levelname)s {who}%(name)s %(message)s"
-        )
+        configure(log_format, log_level, worker)
         if worker is None:
             _warn(settings)
         if worker is None and settings.workers > 1:
             asyncio.run(_supervise(settings, load))
         else:
             asyncio.run(serve(settings, load, worker=worker, watch=path if watch else None))
-    except (ConfigError, ListenError, TracingError, SupervisorError) as e:
+    except (ConfigError, ListenError, TelemetryError, SupervisorError) as e:
         raise (click.ClickException if worker is None else _RefusedError)(str(e)) from None
 
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,11 +14,13 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvreturn.cli.options import log_format
 from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.envoy.ports import reachable, unavailable
 from kvreturn.envoy.process import Child, ProcessError, Sink, first
 from kvreturn.envoy.runner import EnvoyProcess
+from kvreturn.telemetry.logs import Format, dump, head
 
 _ROUTER_READY_WITHIN = 30.0  # seconds
 _ROUTER_STOP_WITHIN = 5.0  # seconds, after Envoy has stopped: it has no streams then
@@ -40,22 +43,27 @@ _COLOURS = {"router": "cyan", "envoy": "magenta", "kvreturn": "green"}
     default="warn",
     show_default=True,
 )
+@log_format
 @click.option("--workers", type=click.IntRange(min=1), help="As for `kvreturn serve`.")
 @click.option(
     "--watch", is_flag=True, help="As for `kvreturn serve`. Envoy keeps the bootstrap that it was started with."
 )
-def command(config: Path, concurrency: int, envoy_log_level: str, workers: int | None, watch: bool) -> None:
+def command(
+    config: Path, concurrency: int, envoy_log_level: str, log_format: Format, workers: int | None, watch: bool
+) -> None:
     """Run the ext_proc server and Envoy together, until SIGINT or SIGTERM.
 
-    Log lines come with their source in front. If one of the two dies, the other is stopped and the exit code is 1. A
-    signal drains: new connections are refused, running streams get `drain_timeout` seconds to end, then both stop. A
-    second signal stops them at once.
+    Log lines come with their source in front, or in `logger` with --log-format json. If one of the two dies, the other
+    is stopped and the exit code is 1. A signal drains: new connections are refused, running streams get `drain_timeout`
+    seconds to end, then both stop. A second signal stops them at once.
     """
     try:
         settings = load_settings(config, over={"workers": workers} if workers else {})
         serve = [sys.executable, "-m", "kvreturn.cli.main", "serve", "--config", str(config)]
+        serve += ["--log-format", log_format]
         serve += ["--workers", str(settings.workers), *(["--watch"] if watch else [])]
-        asyncio.run(run(settings, serve, _print_line, concurrency=concurrency, log_level=envoy_log_level))
+        sink = _print_json if log_format == "json" else _print_line
+        asyncio.run(run(settings, serve, sink, concurrency=concurrency, log_level=envoy_log_level))
     except (ConfigError, ProcessError) as e:
         raise click.ClickException(str(e)) from e
 
@@ -139,3 +147,9 @@ def _signals() -> Iterator[asyncio.Queue[int]]:
 def _print_line(source: str, line: str) -> None:
     colour = None if "NO_COLOR" in os.environ else _COLOURS[source]
     click.echo(f"{click.style(f'{source:>8} |', fg=colour)} {line}")
+
+
+def _print_json(source: str, line: str) -> None:
+    """The router's lines are JSON already; the others become that."""
+    own = source == "router" and line.startswith("{")
+    click.echo(line if own else dump({**head(time.time(), "info", source), "message": line}))

@@ -58,6 +58,13 @@ class Facts:
     going: str | None = None
     session: str | None = None
 
+    @property
+    def computed(self) -> int | None:
+        """Tokens of the prompt that P computed, None if it does not tell; its counts need not fit together."""
+        if self.prefill.prompt is None or self.local is None:
+            return None
+        return max(self.prefill.prompt - self.local - (self.read or 0), 0)
+
     def grade(self) -> None:
         """P answered a request whose handle was proven beforehand, or trusted."""
         self.outcome = Outcome.HIT if (self.proven or 0) >= (self.held or 0) else Outcome.PARTIAL_HIT

@@ -13,7 +13,8 @@ from kvreturn.doctor.context import OK, Context
 from kvreturn.doctor.flags import Flags
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 from kvreturn.envoy.ports import reachable
-from kvreturn.telemetry.tracing import Tracing, TracingError
+from kvreturn.telemetry.environment import TelemetryError
+from kvreturn.telemetry.tracing import Tracing
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _LOCAL_OTLP = "http://localhost:4317"
@@ -78,7 +79,7 @@ async def check_otlp(ctx: Context) -> list[Finding]:
     check, environ = "otlp", ctx.environ
     try:
         tracing = await asyncio.to_thread(Tracing.from_environ, environ)
-    except TracingError as e:
+    except TelemetryError as e:
         return [fail(check, str(e), "correct the OTEL_* variables, or install kvreturn[otlp]")]
     on = tracing.on
     stop = asyncio.create_task(asyncio.to_thread(tracing.shutdown))

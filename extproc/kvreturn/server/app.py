@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from aiohttp import web
@@ -22,7 +24,12 @@ from kvreturn.server.endpoints import EndpointService
 from kvreturn.server.reload import Reloader
 from kvreturn.server.service import SERVICE, ExternalProcessor, server_options
 from kvreturn.server.world import World
+from kvreturn.telemetry.environment import metrics_export
+from kvreturn.telemetry.loop import watching
 from kvreturn.telemetry.tracing import Tracing
+
+if TYPE_CHECKING:
+    from kvreturn.telemetry.otlp import MetricsExport
 
 log = logging.getLogger("kvreturn")
 _NOTICE = 1.0  # seconds between failing health checks and refusing streams: Envoy looks about once a second
@@ -127,22 +134,29 @@ def check_free(listens: Mapping[str, str | None]) -> None:
 async def running(settings: Settings) -> AsyncIterator[Router]:
     """A router for as long as the context lasts."""
     world = World.create(settings, tracing=Tracing.from_environ(os.environ))
+    export = metrics_export(world.metrics, os.environ)
     async with world.client, contextlib.aclosing(world.guard), world.lifecycle.presence(), world.nodes, world.pressure:
         router = Router(world)
         try:
-            await world.guard.start()
-            await router.start()
-            yield router
+            async with export or contextlib.nullcontext(), watching(world.metrics.loop_lag):
+                try:
+                    await world.guard.start()
+                    await router.start()
+                    yield router
+                finally:
+                    await router.drain(world.settings.drain_timeout)
         finally:
-            await router.drain(world.settings.drain_timeout)
-            await _export(world.tracing)
+            await _exported(world.tracing, export)
 
 
-async def _export(tracing: Tracing) -> None:
-    """Export the last spans. A dead exporter does not hold up the end of the process."""
+async def _exported(tracing: Tracing, metrics: "MetricsExport | None") -> None:
+    """Wait for the last spans and metrics. A dead exporter does not hold up the end of the process."""
     thread = threading.Thread(target=tracing.shutdown, daemon=True)
     thread.start()
+    end = time.monotonic() + _EXPORT
     await asyncio.to_thread(thread.join, _EXPORT)
+    if metrics:
+        await asyncio.to_thread(metrics.join, max(end - time.monotonic(), 0.0))
 
 
 async def serve(

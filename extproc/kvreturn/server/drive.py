@@ -5,11 +5,13 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
+from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Ask, Await, Effect, Forward, Recall, Refuse, Take
 from kvreturn.core.turn import Turn
 from kvreturn.server.intake import scrubbed
 from kvreturn.server.record import TurnRecord
 from kvreturn.server.world import World
+from kvreturn.telemetry.tracing import fail
 
 T = TypeVar("T")
 # A body of this size is worked on in a thread: parsing and digesting take milliseconds per megabyte, for which all
@@ -46,21 +48,24 @@ async def drive(
             if decision is not None:
                 return decision
             if isinstance(effect, Take):
-                with record.trace.step("take"):
+                with record.trace.step("take") as span:
                     result = await world.take(effect.keys)
+                    if result.reason is Outcome.STORE_UNAVAILABLE:
+                        fail(span, result.reason.value)
             elif isinstance(effect, Recall):
                 with record.trace.step("recall"):
                     result = await world.recall(effect.key)
             elif isinstance(effect, Await):
-                with record.trace.step("await_return"):
+                with record.waiting(), record.trace.step("await_return"):
                     result = await world.returns.wait(effect.ticket)
             else:
                 assert isinstance(effect, Ask)
                 # vLLM's engine fails on two live requests of one id, so no client's id goes there.
                 named = {**headers, "x-request-id": world.new_id()}
                 left = begun + turn.policy.timeout - world.clock()
-                with record.prefill_leg() as traced:
+                with record.prefill_leg(effect.path) as traced:
                     result = await world.client.ask(effect, {**named, **traced}, left)
+                    record.replied(result)
     finally:
         with contextlib.suppress(ValueError):  # the client left while a thread is at work: it ends by itself
             steps.close()

@@ -21,7 +21,7 @@ from kvreturn.core.refusal import strip_refusal
 from kvreturn.core.scrub import foreign_headers
 from kvreturn.core.turn import Turn
 from kvreturn.server.drive import drive, scrub
-from kvreturn.server.intake import is_form, is_json, refused, stored_response, turn_api
+from kvreturn.server.intake import SETUP, is_form, is_json, refused, stored_response, turn_api
 from kvreturn.server.messages import (
     CONTINUE_REQUEST_BODY,
     CONTINUE_REQUEST_TRAILERS,
@@ -38,7 +38,7 @@ from kvreturn.server.messages import (
     read_upstream,
     towards,
 )
-from kvreturn.server.record import CREDENTIALS, TurnRecord
+from kvreturn.server.record import PREFILL_HEADERS, TurnRecord
 from kvreturn.server.request import LateTrailersError, Mode, RequestSide, TooLargeError, routed
 from kvreturn.server.response import ResponseSide, UnreadableEncodingError, content_decoder
 from kvreturn.server.world import ForeignError, World
@@ -47,8 +47,6 @@ log = logging.getLogger("kvreturn")
 
 _OK, _ERRORS = 200, 400
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
-# What the P leg takes along from the client's request: credentials for vLLM's --api-key, and the trace.
-PREFILL_HEADERS = (*CREDENTIALS, "traceparent", "tracestate")
 
 
 class Exchange:
@@ -104,6 +102,11 @@ class Exchange:
     def fail(self) -> list[Message]:
         """The answer where `handle` raised. There is none any more once `answering`."""
         return self._refuse(500, "kvreturn: internal error", "InternalServerError", "internal")
+
+    def took(self, seconds: float) -> None:
+        """A message was under way here for so long."""
+        if self._record:
+            self._record.took(seconds)
 
     def close(self) -> None:
         """The stream has ended, for whatever reason."""
@@ -178,12 +181,8 @@ class Exchange:
         self._record = TurnRecord(world, self._turn, self._headers)
 
     def _refuse_setup(self) -> list[Message]:
-        text = (
-            "kvreturn: this ext_proc filter must send headers, request bodies (BUFFERED, STREAMED or "
-            "FULL_DUPLEX_STREAMED) and response bodies (STREAMED or FULL_DUPLEX_STREAMED); see `kvreturn envoy-config`"
-        )
-        log.error(text)
-        return self._refuse(500, text, "InternalServerError", "setup")
+        log.error(SETUP)
+        return self._refuse(500, SETUP, "InternalServerError", "setup")
 
     async def _request_body(self, message: HttpBody) -> list[Message]:
         request = self._request
@@ -277,7 +276,7 @@ class Exchange:
         headers = read_headers(message.response_headers.headers)
         status, node = int(headers.get(":status", "0") or 0), read_upstream(message) or self._route
         if self._record:
-            self._record.responded(status, node)
+            self._record.responded(status, node, headers.get("content-type", "").lower())
             self._keeper = node if self._record.kept and status == _OK else None
         changes = Headers(remove=foreign_headers(headers))
         try:
@@ -319,7 +318,7 @@ class Exchange:
             return echo(message, response=True) if duplex else [CONTINUE_RESPONSE_BODY]
         answers = response.body(message)
         if self._record:
-            self._record.body(len(message.body))
+            self._record.body(message.body)
         # Stored before the client sees the event that ends its turn: it cannot ask again earlier. Both calls at once.
         calls = [self._remember(self._keeper, response)] if self._keeper else []
         if response.capture.handle or message.end_of_stream:

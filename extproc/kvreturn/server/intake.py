@@ -22,6 +22,12 @@ _HIDDEN_IN_FORM = re.compile(rb"transfer_params|\\u00[4-7][0-9A-Fa-f]")
 # As wide as Python's email.message, by which FastAPI tells.
 _JSON = re.compile(r"\s*application/(?:[^;/]*\+)?json\b", re.IGNORECASE)
 
+SETUP = (
+    "kvreturn: this ext_proc filter must send headers, request bodies (BUFFERED, STREAMED or FULL_DUPLEX_STREAMED) and "
+    "response bodies (STREAMED or FULL_DUPLEX_STREAMED); see `kvreturn envoy-config`"
+)
+"""What is said where Envoy's filter is set up so that turns cannot be followed."""
+
 
 def turn_api(headers: Mapping[str, str]) -> API | None:
     """The API of a turn; None if these are headers of something else."""

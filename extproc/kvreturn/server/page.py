@@ -241,11 +241,11 @@ def _recent(recent: Sequence[JSON]) -> str:
                 _count(turn["read"]),
                 _count(turn["local"]),
             ),
-            *(_count(turn["prefill_ms"]), _count(turn["first_byte_ms"]), _word(turn["going"]), _word(turn["trace"])),
+            *(_count(turn["prefill_ms"]), _count(turn["first_token_ms"]), _word(turn["going"]), _word(turn["trace"])),
         ]
         for turn in recent[:_ROWS]
     ]
-    table = _table([*head, "num:prefill ms", "num:first byte ms", ":return", "mono:trace"], rows)
+    table = _table([*head, "num:prefill ms", "num:first token ms", ":return", "mono:trace"], rows)
     return _card("Ended, the last first", f'{strip}<p class="key dim">{key}</p>{table}')
 
 

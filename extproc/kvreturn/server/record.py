@@ -1,24 +1,29 @@
 """What is told of a turn: metrics, one log line, and the record that the next turn finds."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from opentelemetry.trace import SpanKind
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind
 
 from kvreturn.core.capture import Capture
 from kvreturn.core.choice import Fate
 from kvreturn.core.fingerprint import keyed_hash
 from kvreturn.core.outcome import Outcome
+from kvreturn.core.ports import Reply
 from kvreturn.core.turn import Turn
+from kvreturn.server import summary
 from kvreturn.server.board import Phase, TurnView
 from kvreturn.server.world import World
-from kvreturn.telemetry.tracing import headers_of
+from kvreturn.telemetry.tracing import fail, headers_of
 
 log = logging.getLogger("kvreturn.turn")
 CREDENTIALS = ("authorization", "x-api-key")
 """Headers that vLLM's `--api-key` looks at."""
+PREFILL_HEADERS = (*CREDENTIALS, "traceparent", "tracestate")
+"""What the P leg takes along from the client's request."""
 _OK = 200
 _FATES: dict[Outcome, Fate] = {
     Outcome.HIT: "used",
@@ -28,33 +33,8 @@ _FATES: dict[Outcome, Fate] = {
 }
 """What the outcome of the next turn says of an eager return."""
 _ERRORS = 400
-# What is wrong with a deployment more often than with a turn, said once.
-_HINTS = {
-    (
-        Outcome.UNPROVEN,
-        "mac",
-    ): "handles fail their MAC: KVRETURN_SECRET must be the same on the router and on all nodes",
-    (
-        Outcome.UNPROVEN,
-        "scope",
-    ): "handles are made under another secret: KVRETURN_SECRET must be the same on the router and on all nodes",
-    (Outcome.UNPROVEN, "no_digests"): "handles carry no digests: the decode nodes do not run the kvreturn connector",
-    (Outcome.UNPROVEN, "no_report"): "P reads no sealed handles: the prefill nodes do not run the kvreturn connector; "
-    "with stock prefill nodes set `proof: router`",
-    (
-        Outcome.EVICTED,
-        "all",
-    ): "nothing of what went back eagerly is left on P when the next turn comes: is its prefix cache on (vLLM's "
-    "--enable-prefix-caching), and large enough?",
-    (Outcome.READ_FAILED, "timeout"): "a prefill node did not answer a request that carried a handle: is "
-    "bidirectional_kv_xfer on there? Handles of that decode engine are not used for a while",
-    (Outcome.DISABLED, "no_transfer_params"): "requests on a route of role prefill ask for no transfer "
-    "(do_remote_decode): is the orchestrator made for a KV connector?",
-    (Outcome.FOREIGN_HANDLE, "decode_leg"): "decode legs arrive on a route of role prefill: are the two addresses "
-    "swapped where the orchestrator is told of them?",
-    (Outcome.PREFILL_FAILED, "no_kv_transfer_params"): "prefill nodes answer without kv_transfer_params: do they run "
-    "with a KV connector?",
-}
+_STATUS = re.compile("[1-5][0-9]{2}")
+_LEGS = {"/tokenize": "tokenize"}
 
 
 class TurnRecord:
@@ -73,10 +53,8 @@ class TurnRecord:
         self._credentials = {h: headers[h] for h in CREDENTIALS if h in headers}
         self.trace = world.tracing.turn(turn.api.name, headers)
         self._begun = world.clock()
-        self._prefill = 0.0
-        self._prefilled = False
-        self._forwarded = False
-        self._first_byte: float | None = None
+        self._times = summary.Times()
+        self._forwarded_at: float | None = None
         self._status: int | None = None
         self._node: str | None = None
         self._stored = False
@@ -85,6 +63,8 @@ class TurnRecord:
         self._failure: str | None = None
         self._received = 0  # bytes of D's body
         self._moved = self._begun  # when something last happened
+        self._leg: Span = INVALID_SPAN
+        self._added = {"request": 0.0, "response": 0.0}
         world.board.began(self)
 
     @property
@@ -93,29 +73,60 @@ class TurnRecord:
         return self._turn.api.keeps and self._turn.body.load("store") is not False
 
     @contextmanager
-    def prefill_leg(self) -> Iterator[Mapping[str, str]]:
+    def prefill_leg(self, path: str = "") -> Iterator[Mapping[str, str]]:
         """Times a request to a prefill node. Gives the headers that make the node's spans part of the trace."""
-        begun = self._world.clock()
-        span = self.trace.step("prefill", SpanKind.CLIENT)
+        facts, before = self._turn.facts, self._times.waited
         try:
-            yield headers_of(span)
+            with self.waiting(), self.trace.step(_LEGS.get(path, "prefill"), SpanKind.CLIENT) as self._leg:
+                self._leg.set_attribute("kvreturn.handle.attached", facts.held is not None and not facts.retries)
+                yield headers_of(self._leg)
         finally:
-            span.end()
+            self._times.prefill += self._times.waited - before
             self._moved = self._world.clock()
-            self._prefill += self._moved - begun
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Times what the request waits for others."""
+        begun = self._world.clock()
+        try:
+            yield
+        finally:
+            self._times.waited += self._world.clock() - begun
+
+    def took(self, seconds: float) -> None:
+        """A message of Envoy's was under way here for so long."""
+        self._added["request" if self._status is None else "response"] += seconds
+
+    def replied(self, reply: Reply) -> None:
+        """A prefill node has answered, or not."""
+        if reply.status:
+            self._leg.set_attribute("http.response.status_code", reply.status)
+        error = reply.failure.value if reply.failure else str(reply.status) if reply.status >= _ERRORS else None
+        if error:
+            fail(self._leg, error)
 
     def forwarded(self) -> None:
         """The request goes to D."""
-        self._forwarded = True
+        self._forwarded_at = self._world.clock()
         facts = self._turn.facts
         metrics = self._world.metrics
         metrics.retries.inc(facts.retries)
         metrics.fallbacks.inc(facts.fallback)
         metrics.read_tokens.inc(facts.read or 0)
         metrics.prompt_tokens.inc(facts.prefill.prompt or 0)
-        metrics.prefill_seconds.observe(self._prefill)
+        metrics.prefill_seconds.observe(self._times.prefill)
+        metrics.computed_tokens.inc(facts.computed or 0)
+        metrics.saved_tokens.inc(self._saved)
+        if facts.handle_age is not None:
+            metrics.handle_age.observe(facts.handle_age)
         self._free()
         self._learn()
+
+    @property
+    def _saved(self) -> int:
+        """Tokens that P did not compute because they came back."""
+        facts = self._turn.facts
+        return facts.read or (facts.local or 0 if facts.returned else 0)
 
     def _free(self) -> None:
         """D need not keep what nobody will read."""
@@ -132,35 +143,43 @@ class TurnRecord:
             kept = facts.kept(record.prompt)
             if kept is not None:
                 world.returns.chooser.noticed(prefill, kept=kept, now=world.clock())
-        if prefill is None or facts.prefill.prompt is None or facts.local is None or facts.retries:
+        computed = facts.computed
+        if prefill is None or computed is None or facts.retries:
             return  # P did not tell what it did, or did it twice
         read = facts.read or 0
         decode = record.decode_node if record and read else None
-        computed = facts.prefill.prompt - read - facts.local
-        world.cost.observe(prefill, decode, computed=computed, read=read, seconds=self._prefill)
-        saved = read or (facts.local if facts.returned else 0)
-        if saved:
-            world.metrics.saved_seconds.inc(max(world.cost.seconds_saved(prefill, decode, saved) or 0.0, 0.0))
+        world.cost.observe(prefill, decode, computed=computed, read=read, seconds=self._times.prefill)
+        if self._saved:
+            world.metrics.saved_seconds.inc(max(world.cost.seconds_saved(prefill, decode, self._saved) or 0.0, 0.0))
 
     def refused(self, status: int) -> None:
         """The client gets an answer from here."""
         self._status = status
         self._ended = True
-        if not self._forwarded:
+        if self._forwarded_at is None:
             self._world.metrics.retries.inc(self._turn.facts.retries)
 
-    def responded(self, status: int, node: str | None) -> None:
-        """D's headers are here."""
+    def responded(self, status: int, node: str | None, content_type: str = "") -> None:
+        """The node's headers are here."""
         self._status, self._node, self._moved = status, node, self._world.clock()
+        self._times.streamed = content_type.startswith("text/event-stream")
+        self.trace.responded(status)
 
-    def body(self, size: int) -> None:
-        """So many bytes of D's body pass."""
-        self._received += size
+    def body(self, data: bytes) -> None:
+        """Bytes of D's body pass, as D sent them."""
+        self._received += len(data)
         self._moved = self._world.clock()
-        if self._first_byte is None:
-            self._first_byte = self._moved - self._begun
-            self.trace.event("first_byte")
-            self._world.metrics.first_byte_seconds.labels(self._turn.facts.outcome.value).observe(self._first_byte)
+        if self._times.first_token is None and data and self._begins(data):
+            self._times.first_token = self._moved - self._begun
+            self.trace.event("first_token")
+            outcome = self._turn.facts.outcome.value
+            self._world.metrics.first_token_seconds.labels(outcome, str(self._times.streamed).lower()).observe(
+                self._times.first_token
+            )
+
+    def _begins(self, data: bytes) -> bool:
+        """Whether the client gets content with these bytes. A stream may begin long before its first token."""
+        return self._status == _OK and (not self._times.streamed or self._turn.api.begun.search(data) is not None)
 
     async def settle(self, capture: Capture, *, end: bool) -> None:
         """The handle has passed, or the response has ended: store what there is to store."""
@@ -189,8 +208,10 @@ class TurnRecord:
         put = replace(put, record=replace(put.record, trace=self.trace.name))
         # Where the session was is a hint, which costs up to three store calls: the client's answer waits for one only.
         self._world.tasks.start(self._world.note_session(self._turn, put.record))
-        with self.trace.step("store"):
+        with self.trace.step("store") as span:
             ticket = await self._world.put(put, self._turn.tenant)
+            if ticket is None:
+                fail(span, "store_unavailable")
         metrics = self._world.metrics
         (metrics.captured if put.record.handle and ticket is not None else metrics.missing).inc()
         # Without a ticket, it may be in the store all the same: what is late has not failed. So D keeps its blocks.
@@ -203,43 +224,18 @@ class TurnRecord:
             return
         self._closed = True
         turn, facts, metrics = self._turn, self._turn.facts, self._world.metrics
-        if not self._forwarded:
+        if self._forwarded_at is None:
             if self._status is None:
                 facts.outcome = Outcome.CANCELLED
             elif facts.outcome is Outcome.FIRST_TURN:
                 facts.outcome = Outcome.REJECTED  # by us, by P, or by D before it had the whole request
         elif self._status is None and not facts.fallback:
             metrics.stranded.inc()
-        error = self._failure = self._error()
-        model = turn.prompt.model if turn.prompt else ""
+        error, served = self._error(), self._status == _OK
+        self._failure = error
         self._world.board.ended(self)
-        metrics.turn(facts.outcome, turn.api.name, model, served=self._status == _OK)
-        self.trace.follows(turn.taken.record.trace if turn.taken.record else None)
-        self.trace.end(self._model, _attributes(turn), error)
-        hint = _HINTS.get((facts.outcome, facts.detail or ""))
-        if hint:
-            self._world.warn_once(hint)
-        log.info(
-            "outcome=%s%s api=%s model=%s status=%s prompt=%s read=%s local=%s returned=%s prefill_ms=%.1f "
-            "first_byte_ms=%s retries=%d fallback=%s captured=%s return=%s session=%s%s",
-            facts.outcome.value,
-            f"({facts.detail})" if facts.detail and facts.detail != facts.outcome else "",
-            turn.api.name,
-            printable(self._model),
-            _told(self._status),
-            _told(facts.prefill.prompt),
-            _told(facts.read),
-            _told(facts.local),
-            _told(facts.returned or None),
-            self._prefill * 1e3,
-            "-" if self._first_byte is None else f"{self._first_byte * 1e3:.1f}",
-            facts.retries,
-            facts.fallback,
-            facts.captured,
-            facts.going or "-",
-            facts.session or "-",
-            f" error={printable(error)}" if error else "",
-        )
+        metrics.turn(facts.outcome, turn.api.name, turn.prompt.model if turn.prompt else "", served=served)
+        self._tell(error)
 
     @property
     def _model(self) -> str:
@@ -255,7 +251,7 @@ class TurnRecord:
             metrics.incomplete.inc()
             error = "incomplete"
         if error:
-            metrics.errors.labels(error if error.isdigit() or error == "incomplete" else "in_band").inc()
+            metrics.errors.labels(error if _STATUS.fullmatch(error) or error == "incomplete" else "in_band").inc()
         return error
 
     def view(self) -> TurnView:
@@ -267,13 +263,13 @@ class TurnRecord:
             age=now - self._begun,
             quiet=now - self._moved,
             api=turn.api.name,
-            model=printable(turn.prompt.model) if turn.prompt else "",
+            model=summary.printable(turn.prompt.model) if turn.prompt else "",
             tenant=keyed_hash(self._world.key, turn.tenant)[:6].hex(),
             session=turn.conversation_key.hex()[-16:] if turn.conversation_key else None,
             outcome=facts.outcome,
             detail=facts.detail if facts.detail != facts.outcome else None,
             status=self._status,
-            error=self._failure and printable(self._failure),
+            error=self._failure and summary.printable(self._failure),
             prefill_node=turn.prefill_node,
             decode_node=self._node or turn.decode_node,
             request_bytes=self.size,
@@ -281,8 +277,8 @@ class TurnRecord:
             prompt=facts.prefill.prompt,
             read=facts.read,
             local=facts.local,
-            prefill_ms=self._prefill * 1e3,
-            first_byte_ms=None if self._first_byte is None else self._first_byte * 1e3,
+            prefill_ms=self._times.prefill * 1e3,
+            first_token_ms=None if self._times.first_token is None else self._times.first_token * 1e3,
             going=facts.going,
             captured=facts.captured,
             trace=trace.split("-")[1] if trace else None,
@@ -293,41 +289,34 @@ class TurnRecord:
             return "ended"
         if self._received:
             return "streaming"
-        if self._forwarded or self._status is not None:
+        if self._forwarded_at is not None or self._status is not None:
             return "decode"
         return "prefill" if self.size else "arriving"
 
+    def _tell(self, error: str | None) -> None:
+        turn, times, now = self._turn, self._times, self._world.clock()
+        times.total = now - self._begun
+        if self._forwarded_at is not None:
+            self._observe(now - self._forwarded_at)
+        if self.trace.on:
+            self.trace.follows(turn.taken.record.trace if turn.taken.record else None)
+            self.trace.end(self._model, summary.attributes(turn, times, answered=self._answered), error)
+        advice = summary.hint(turn)
+        if advice:
+            self._world.warn_once(advice)
+        if log.isEnabledFor(logging.INFO):
+            told = summary.fields(turn, times, self._status, error, self.trace.context)
+            log.info("%s", summary.line(told), extra={"fields": told})
 
-def _attributes(turn: Turn) -> dict[str, str | int | float | bool | Sequence[str]]:
-    """What a trace tells of a turn; of what nobody told, nothing."""
-    facts, usage = turn.facts, turn.answer.usage
-    prompt = facts.prefill.prompt
-    computed = None if prompt is None or facts.local is None else prompt - facts.local - (facts.read or 0)
-    told: dict[str, str | int | float | bool | Sequence[str] | None] = {
-        "gen_ai.usage.input_tokens": usage.prompt,
-        "gen_ai.usage.output_tokens": usage.completion,
-        "gen_ai.response.finish_reasons": [r for _, r in sorted(turn.answer.finish_reasons.items())] or None,
-        "kvreturn.outcome": facts.outcome.value,
-        "kvreturn.detail": facts.detail,
-        "kvreturn.proof": turn.policy.proof,
-        "kvreturn.return": facts.going,
-        "kvreturn.tokens.prompt": prompt,
-        "kvreturn.tokens.computed": computed,
-        "kvreturn.tokens.read_back": facts.read,
-        "kvreturn.tokens.local": facts.local,
-        "kvreturn.tokens.returned": facts.returned or None,
-        "kvreturn.handle.age": facts.handle_age,
-        "kvreturn.handle.captured": facts.captured,
-        "kvreturn.prefill.retries": facts.retries,
-        "kvreturn.prefill.fallback": facts.fallback,
-    }
-    return {name: value for name, value in told.items() if value is not None}
+    @property
+    def _answered(self) -> bool:
+        """Whether a decode node answered, to its end or not."""
+        return self._forwarded_at is not None and self._status == _OK
 
-
-def _told(value: int | None) -> str:
-    return "-" if value is None else str(value)
-
-
-def printable(text: str) -> str:
-    """Text from outside as it may stand in a log line."""
-    return "".join(c if c.isprintable() and c != " " else "?" for c in text[:80]) or "-"
+    def _observe(self, decode: float) -> None:
+        """Time a turn whose request went on, and to D for so long."""
+        metrics = self._world.metrics
+        metrics.decode_seconds.observe(decode)
+        metrics.added_seconds.labels("request").observe(max(self._added["request"] - self._times.waited, 0.0))
+        if self._status is not None:
+            metrics.added_seconds.labels("response").observe(self._added["response"])

@@ -26,8 +26,9 @@ from kvreturn.core.ports import Forward, Put, Refuse, Reply
 from kvreturn.core.refusal import strip_refusal
 from kvreturn.core.scrub import OWN_HEADERS
 from kvreturn.envoy.names import PREFILL_NODE_KEY
+from kvreturn.server import summary
 from kvreturn.server.drive import drive
-from kvreturn.server.exchange import PREFILL_HEADERS, Exchange
+from kvreturn.server.exchange import Exchange
 from kvreturn.server.intake import stored_response, turn_api
 from kvreturn.server.messages import (
     CONTINUE_RESPONSE_HEADERS,
@@ -39,7 +40,7 @@ from kvreturn.server.messages import (
     read_upstream,
     towards,
 )
-from kvreturn.server.record import TurnRecord, printable
+from kvreturn.server.record import PREFILL_HEADERS, TurnRecord
 from kvreturn.server.request import Mode, RequestSide
 from kvreturn.server.response import ResponseSide
 from kvreturn.server.world import World
@@ -120,7 +121,7 @@ class PrefillExchange(_LegExchange):
 
     def _begin(self, api: API) -> None:
         self._turn = self._leg = self._read_as(PrefillLeg, api)
-        self._record = TurnRecord(self._world, self._leg, self._headers)
+        self._record = PrefillRecord(self._world, self._leg, self._headers)
 
     def _outward(self, changes: Headers) -> Headers:
         assert self._record
@@ -159,6 +160,7 @@ class PrefillExchange(_LegExchange):
                 return again
         self._record.responded(status, node)
         self._reply = Reply(node, status)
+        self._record.replied(self._reply)
         capture = BodyCapture(self._leg.answer, self._limits.response_bytes, rewrite=self._read_answer)
         self._response = ResponseSide(self._config.response_body_mode, capture, None)
         if message.response_headers.end_of_stream:
@@ -219,12 +221,27 @@ class DecodeExchange(_LegExchange):
         return changes
 
 
+class PrefillRecord(TurnRecord):
+    """The turn up to P's answer: what is behind that is seen where its D leg passes."""
+
+    def body(self, data: bytes) -> None:
+        """See `TurnRecord.body`: what P answers is not for the client."""
+
+    @property
+    def _answered(self) -> bool:
+        return False
+
+    def _observe(self, decode: float) -> None:
+        del decode
+        self._world.metrics.added_seconds.labels("request").observe(self._added["request"])
+
+
 class DecodeRecord(TurnRecord):
     """The turn's outcome is counted where its P leg passes; here, what it leaves."""
 
-    def body(self, size: int) -> None:
+    def body(self, data: bytes) -> None:
         """See `TurnRecord.body`: when the turn began is not known here."""
-        self._received += size
+        self._received += len(data)
         self._moved = self._world.clock()
 
     def close(self) -> None:
@@ -234,13 +251,15 @@ class DecodeRecord(TurnRecord):
         self._closed = True
         facts, error = self._turn.facts, self._error()
         self._world.board.left(self)
+        told: dict[str, summary.Field] = {
+            "leg": "decode",
+            "api": self._turn.api.name,
+            "model": summary.printable(self._model),
+            "status": self._status,
+            "captured": facts.captured,
+            "session": facts.session,
+            "error": summary.printable(error) if error else None,
+        }
+        told |= summary.ids(self.trace.context)
         self.trace.end(self._model, {"kvreturn.handle.captured": facts.captured}, error)
-        log.info(
-            "leg=decode api=%s model=%s status=%s captured=%s session=%s%s",
-            self._turn.api.name,
-            printable(self._model),
-            self._status,
-            facts.captured,
-            facts.session or "-",
-            f" error={printable(error)}" if error else "",
-        )
+        log.info("%s", summary.line(told), extra={"fields": told})

@@ -74,8 +74,10 @@ class ExternalProcessor:
         async for request in requests:
             if request.observability_mode:
                 continue  # Envoy ignores answers then
+            begun = self._world.clock()
             try:
                 answers = await exchange.handle(request)
+                exchange.took(self._world.clock() - begun)
             except (Exception, asyncio.CancelledError):
                 # A cancellation that is not this stream's is an error too: let through, it would look like one, and
                 # Envoy would wait for ever (grpc#29248).

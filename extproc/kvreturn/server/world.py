@@ -102,13 +102,21 @@ class World:
         self.board = Board(self.clock)
         self.quota = Quota(self.settings.limits.sessions_per_tenant, self.clock)
         self.admission = Admission(self.settings.limits)
-        self.metrics.watch("live_turns", "Turns that are being processed.", lambda: self.admission.live)
         self.pressure.told = self._felt
         for pool in (self.prefill, self.decode):
             pool.changed.append(self._watch)
         self._watch()
-        self.metrics.watch("returns_waiting", "Eager returns that wait for their turn.", lambda: self.returns.waiting)
-        self.metrics.watch("returns_running", "Eager returns that are under way.", lambda: self.returns.running)
+        for name, doc, value, unit in (
+            ("live_turns", "Turns that are being processed.", lambda: self.admission.live, "{turn}"),
+            ("returns_waiting", "Eager returns that wait for their turn.", lambda: self.returns.waiting, "{return}"),
+            ("returns_running", "Eager returns that are under way.", lambda: self.returns.running, "{return}"),
+        ):
+            self.metrics.watch(name, doc, value, unit=unit)
+        self.metrics.describe(self._described)
+
+    def _described(self) -> tuple[str, ...]:
+        own = self.settings
+        return own.proof, own.return_, "redis" if own.store.url else "memory", own.prefill.via
 
     @classmethod
     def create(
@@ -124,7 +132,12 @@ class World:
         forms, cost = Forms(), CostModel()
         judge = NodeJudge(decode, forms, cost, settings.breaker, clock)
         prefill.engines = decode.engines = judge.engines.of
-        metrics.watch("breakers_open", "Decode engines whose handles are not used.", lambda: len(judge.open_breakers()))
+        metrics.watch(
+            "breakers_open",
+            "Decode engines whose handles are not used.",
+            lambda: len(judge.open_breakers()),
+            unit="{engine}",
+        )
         interval = settings.returns.pressure_interval
         return cls(
             settings=settings,

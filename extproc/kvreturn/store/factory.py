@@ -40,8 +40,11 @@ def open_store(settings: Settings, metrics: Metrics, clock: Callable[[], float])
 
 def _memory(settings: Settings, metrics: Metrics, clock: Callable[[], float]) -> MemoryStore:
     store = MemoryStore(max_entries=settings.store.max_entries, max_bytes=settings.store.max_bytes, clock=clock)
-    metrics.watch("sessions", "Records in the session store.", lambda: len(store))
-    metrics.watch("sessions_bytes", "Bytes of the records in the session store.", lambda: store.bytes)
-    metrics.watch("sessions_evicted", "Records that left for want of room.", lambda: store.evicted)
-    metrics.watch("sessions_expired", "Handles that nobody took in time.", lambda: store.expired)
+    metrics.watch("sessions", "Records in the session store.", lambda: len(store), unit="{record}")
+    metrics.watch("sessions.size_bytes", "Bytes of the records in the session store.", lambda: store.bytes)
+    for name, doc, total in (
+        ("sessions_evicted", "Records that left for want of room.", lambda: store.evicted),
+        ("sessions_expired", "Handles that nobody took in time.", lambda: store.expired),
+    ):
+        metrics.watch(name, doc, total, unit="{record}", total=True)
     return store

@@ -1,25 +1,21 @@
-"""Prometheus metrics. Every label has a bounded set of values; none of them holds what a client wrote."""
+"""The router's metrics. Every label has a bounded set of values; none of them holds what a client wrote."""
 
-from collections.abc import Callable, Collection, Sequence
+import asyncio
+from collections.abc import Callable, Collection
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import ProcessCollector, generate_latest
 
+from kvreturn import __version__
 from kvreturn.core.outcome import Outcome
+from kvreturn.telemetry.instruments import Instruments
 
-disable_created_metrics()  # type: ignore[no-untyped-call] # a second series for every counter, which nobody reads
 _FAST = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
-_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+_LAGS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
+_AGES = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 240, 480, 900, 1800)
 _MODELS = 32  # models that get a label of their own when none are configured
 
 
-class Metrics:
+class Metrics(Instruments):
     """All metrics of one router.
 
     Args:
@@ -28,69 +24,141 @@ class Metrics:
     """
 
     def __init__(self, models: Collection[str] = ()) -> None:
-        self.registry = CollectorRegistry()
+        super().__init__()
         self._models = set(models)
+        self._turns()
+        self._handles()
+        self._returns()
+        self._legs()
+        self._process()
 
-        def counter(name: str, doc: str, *labels: str) -> Counter:
-            return Counter(f"kvreturn_{name}", doc, labels, registry=self.registry)
+    def _turns(self) -> None:
+        self.turns = self.counter("turns", "Turns by what became of reuse.", "outcome", "api", "model", unit="{turn}")
+        self.incomplete = self.counter(
+            "turns_incomplete", "Turns whose response ended before its terminal event.", unit="{turn}"
+        )
+        self.errors = self.counter(
+            "turn_errors", "Turns whose response was an error, or held one, by status or kind.", "type", unit="{turn}"
+        )
+        self.refused = self.counter(
+            "requests_refused", "Requests that were answered with an error from here.", "why", unit="{request}"
+        )
+        self.prompt_tokens = self.counter("prompt_tokens", "Tokens of all prompts, as P counts them.", unit="{token}")
+        self.read_tokens = self.counter(
+            "read_back_tokens", "Tokens that P read back from D, as P reports them.", unit="{token}"
+        )
+        self.computed_tokens = self.counter(
+            "computed_tokens", "Tokens of prompts that P computed, where it tells.", unit="{token}"
+        )
+        self.saved_tokens = self.counter(
+            "prefill.saved_tokens",
+            "Tokens that P did not compute because they came back from D, in the turn or eagerly before it.",
+            unit="{token}",
+        )
+        self.saved_seconds = self.counter(
+            "prefill.saved_seconds", "Time that prefill legs would have taken longer, estimated from other legs."
+        )
 
-        def histogram(name: str, doc: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-            return Histogram(f"kvreturn_{name}", doc, labels, buckets=buckets, registry=self.registry)
+    def _handles(self) -> None:
+        self.captured = self.counter("handles_captured", "Handles taken from responses and stored.", unit="{handle}")
+        self.missing = self.counter(
+            "handles_missing", "Complete turns whose response brought no handle.", unit="{turn}"
+        )
+        self.handle_age = self.histogram(
+            "handle.age_seconds", "Age of handles when the next turn takes them.", buckets=_AGES
+        )
+        self.capture_failed = self.counter(
+            "capture_failures", "Responses that went on without inspection after a failure.", unit="{response}"
+        )
+        self.oversize = self.counter(
+            "oversize_events", "Events or bodies over the limit; their handles are lost.", unit="{response}"
+        )
+        self.frees = self.counter(
+            "frees", "Requests to free a handle's blocks on D that nobody will read.", "result", unit="{request}"
+        )
+        self.over_limit = self.counter(
+            "sessions_over_limit", "Records that left because their tenant had too many.", unit="{record}"
+        )
+        self.store_errors = self.counter(
+            "store.errors", "Store calls that failed or took too long.", "operation", "kind", unit="{call}"
+        )
+        self.store_seconds = self.histogram(
+            "store.duration_seconds", "Store calls that succeeded.", "operation", buckets=_FAST
+        )
 
-        self.turns = counter("turns", "Turns by what became of reuse.", "outcome", "api", "model")
-        self.incomplete = counter("turns_incomplete", "Turns whose response ended before its terminal event.")
-        self.errors = counter("turn_errors", "Turns whose response was an error, or held one.", "type")
-        self.read_tokens = counter("read_back_tokens", "Tokens that P read back from D, as P reports them.")
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of all prompts, as P counts them.")
-        self.returns = counter("returns", "Eager returns by what became of them.", "result")
-        self.return_choices = counter(
-            "return_choices", "Turns whose KV could go back at once, by what was chosen and why.", "choice", "why"
+    def _returns(self) -> None:
+        self.returns = self.counter("returns", "Eager returns by what became of them.", "result", unit="{return}")
+        self.return_choices = self.counter(
+            "return.choices",
+            "Turns whose KV could go back at once, by what was chosen and why.",
+            "choice",
+            "why",
+            unit="{turn}",
         )
-        self.recalls = counter(
-            "return_recalls", "Turns that `auto` had left on D, and that were to go back when D ran out of blocks."
+        self.recalls = self.counter(
+            "return.recalls",
+            "Turns that `auto` had left on D, and that were to go back when D ran out of blocks.",
+            unit="{turn}",
         )
-        self.saved_seconds = counter(
-            "prefill_saved_seconds", "Time that prefill legs would have taken longer, estimated from other legs."
+        self.returned_tokens = self.counter(
+            "returned_tokens", "Tokens that P read back in eager returns, as P reports them.", unit="{token}"
         )
-        self.returned_tokens = counter(
-            "returned_tokens", "Tokens that P read back in eager returns, as P reports them."
+        self.return_seconds = self.histogram("return.duration_seconds", "Eager returns.")
+
+    def _legs(self) -> None:
+        self.first_token_seconds = self.histogram(
+            "time_to_first_token_seconds",
+            "From the client's headers to the first byte of content that the client gets.",
+            "outcome",
+            "streamed",
         )
-        self.return_seconds = histogram("return_duration_seconds", "Eager returns.")
-        self.frees = counter("frees", "Requests to free a handle's blocks on D that nobody will read.", "result")
-        self.retries = counter("prefill_retries", "Prefill requests that were sent again, cold.")
-        self.fallbacks = counter("prefill_fallbacks", "Turns that D did alone.")
-        self.stranded = counter(
-            "prefill_blocks_stranded", "Clients that left between P's answer and D's request: P waits for its lease."
+        self.prefill_seconds = self.histogram("prefill.duration_seconds", "The prefill leg, retries included.")
+        self.decode_seconds = self.histogram(
+            "decode.duration_seconds", "The decode leg: from the request that goes to D to the end of its answer."
         )
-        self.captured = counter("handles_captured", "Handles taken from responses and stored.")
-        self.missing = counter("handles_missing", "Complete turns whose response brought no handle.")
-        self.capture_failed = counter("capture_failures", "Responses that went on without inspection after a failure.")
-        self.oversize = counter("oversize_events", "Events or bodies over the limit; their handles are lost.")
-        self.refused = counter("requests_refused", "Requests that were answered with an error from here.", "why")
-        self.over_limit = counter("sessions_over_limit", "Records that left because their tenant had too many.")
-        self.store_errors = counter("store_errors", "Store calls that failed or took too long.", "operation", "kind")
-        self.store_seconds = histogram(
-            "store_duration_seconds", "Store calls that succeeded.", "operation", buckets=_FAST
+        self.added_seconds = self.histogram(
+            "router.added_seconds",
+            "What the router itself adds: `request`, to a request, without waiting for P or a return; `response`, to "
+            "the whole of a response.",
+            "side",
+            buckets=_FAST,
         )
-        self.prefill_seconds = histogram("prefill_duration_seconds", "The prefill leg, retries included.")
-        self.first_byte_seconds = histogram(
-            "time_to_first_byte_seconds", "From the client's headers to the first byte of D's body.", "outcome"
+        self.retries = self.counter("prefill.retries", "Prefill requests that were sent again, cold.", unit="{request}")
+        self.fallbacks = self.counter("prefill.fallbacks", "Turns that D did alone.", unit="{turn}")
+        self.stranded = self.counter(
+            "prefill.blocks_stranded",
+            "Clients that left between P's answer and D's request: P waits for its lease.",
+            unit="{turn}",
         )
-        self.reloads = counter("config_reloads", "Looks at changed settings, by what came of them.", "result")
-        self.configured = Gauge(
-            "kvreturn_config_last_success_timestamp_seconds",
-            "When the settings in use were read, in seconds since 1970.",
-            registry=self.registry,
+
+    def _process(self) -> None:
+        self.live = self.gauge("live_streams", "Exchanges that are being processed.", unit="{stream}")
+        self.loop_lag = self.histogram(
+            "event_loop.lag_seconds", "How late the event loop is, looked at four times a second.", buckets=_LAGS
         )
-        self.live = Gauge("kvreturn_live_streams", "Exchanges that are being processed.", registry=self.registry)
+        self.reloads = self.counter(
+            "config.reloads", "Looks at changed settings, by what came of them.", "result", unit="{reload}"
+        )
+        for result in ("applied", "in_part", "refused", "unchanged"):
+            self.reloads.labels(result)  # Prometheus sees no increase in a series that begins with 1
+        self.configured = self.gauge(
+            "config.last_success_timestamp_seconds", "When the settings in use were read, in seconds since 1970."
+        )
+        self.watch("tasks", "asyncio tasks of the process.", _tasks, unit="{task}")
+        ProcessCollector(registry=self.registry)
+
+    def describe(self, now: Callable[[], tuple[str, ...]]) -> None:
+        """Tell how this router is set up.
+
+        Args:
+            now: gives the settings `proof` and `return`, the kind of store, and how prefill legs go.
+        """
+        labels = ("version", "proof", "return", "store", "prefill_via")
+        self.watch_each("info", "How the router is set up; always 1.", lambda: {(__version__, *now()): 1.0}, *labels)
 
     def know(self, models: Collection[str]) -> None:
         """These names get a label value of their own, too."""
         self._models.update(models)
-
-    def watch(self, name: str, doc: str, value: Callable[[], float]) -> None:
-        """Add a gauge whose value is asked for at each scrape."""
-        Gauge(f"kvreturn_{name}", doc, registry=self.registry).set_function(value)
 
     def turn(self, outcome: Outcome, api: str, model: str, *, served: bool) -> None:
         """Count a turn. If a node `served` it, `model` is a name that exists, and not just what a client wrote."""
@@ -111,3 +179,10 @@ class Metrics:
             self._models.add(model)
             return model
         return "other"
+
+
+def _tasks() -> float:
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:  # scraped where no loop runs
+        return 0

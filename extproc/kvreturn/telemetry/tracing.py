@@ -2,10 +2,12 @@
 
 A turn's span is a child of the `traceparent` that came with the request. The spans of the two legs are passed on, so
 that the nodes' own spans join. Exporting happens in a thread of the SDK's: an exporter that is slow or dead costs no
-turn anything but its trace. Spans hold counts and words, never contents, ids of persons, or addresses of handles.
+turn anything but its trace. Spans hold counts and words, never contents, ids of persons, or addresses of handles: so
+they take no exceptions either, whose texts nobody vouches for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from opentelemetry.context import Context
@@ -13,6 +15,7 @@ from opentelemetry.trace import (
     INVALID_SPAN,
     NoOpTracer,
     Span,
+    SpanContext,
     SpanKind,
     Status,
     StatusCode,
@@ -23,18 +26,15 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import Attributes
 
+from kvreturn.telemetry import environment
+from kvreturn.telemetry.genai import OPERATIONS
+
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SpanExporter
 
 _W3C = TraceContextTextMapPropagator()
 _NAME = "kvreturn"
-# The GenAI semantic conventions' operation names (opentelemetry.io/docs/specs/semconv/gen-ai), by our APIs' names.
-_OPERATIONS = {"chat": "chat", "completions": "text_completion", "responses": "chat", "messages": "chat"}
-
-
-class TracingError(Exception):
-    """The OTEL_* variables ask for what is not there; the message says what to do."""
 
 
 class Tracing:
@@ -55,20 +55,16 @@ class Tracing:
         What is not named here the SDK reads by itself: sampler, limits, batches, resource, endpoint, headers, TLS.
 
         Raises:
-            TracingError: an exporter that we do not know, or that is not installed.
+            TelemetryError: an exporter that we do not know, or that is not installed.
         """
-        exporter = environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
-        if not exporter:
-            told = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-            exporter = "otlp" if any(environ.get(name) for name in told) else "none"
-        if exporter == "none" or environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        exporter = environment.exporter("TRACES", environ, ("otlp", "console"))
+        if exporter == "none":
             return cls()
         from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - takes 0.1 s, and only traces need it
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-        name = environ.get("OTEL_SERVICE_NAME") or _NAME
-        provider = TracerProvider(resource=Resource.create({"service.name": name}), shutdown_on_exit=False)
+        provider = TracerProvider(resource=Resource.create(environment.resource(environ)), shutdown_on_exit=False)
         provider.add_span_processor(BatchSpanProcessor(_exporter(exporter, environ)))
         return cls(provider)
 
@@ -84,7 +80,7 @@ class Tracing:
             api: name of the adapter.
             headers: of the request.
         """
-        operation = _OPERATIONS.get(api, api)
+        operation = OPERATIONS.get(api, api)
         root = self._tracer.start_span(
             operation,
             _W3C.extract(headers),
@@ -125,9 +121,19 @@ class TurnTrace:
         self._decode: Span | None = None
 
     @property
+    def on(self) -> bool:
+        """Whether somebody will see it."""
+        return self._root.is_recording()
+
+    @property
+    def context(self) -> SpanContext:
+        """Ids of the turn's span; without tracing, of the caller's, which may be invalid."""
+        return self._root.get_span_context()
+
+    @property
     def name(self) -> str | None:
         """What the next turn links to: a W3C `traceparent`. None if this turn leaves no trace."""
-        return headers_of(self._root).get("traceparent") if self._root.is_recording() else None
+        return headers_of(self._root).get("traceparent") if self.on else None
 
     def follows(self, trace: str | None) -> None:
         """Link to the turn whose handle this one uses: so a conversation can be walked."""
@@ -135,15 +141,28 @@ class TurnTrace:
         if context:
             self._root.add_link(get_current_span(context).get_span_context(), {"kvreturn.link": "previous_turn"})
 
-    def step(self, name: str, kind: SpanKind = SpanKind.INTERNAL) -> Span:
-        """The span of a step that begins. Use as a context manager, or end it."""
-        return self._tracer.start_span(name, self._inside, kind)
+    @contextmanager
+    def step(self, name: str, kind: SpanKind = SpanKind.INTERNAL) -> Iterator[Span]:
+        """The span of a step. It is in no context of the running task: a stream may be closed from another one."""
+        span = self._tracer.start_span(name, self._inside, kind)
+        try:
+            yield span
+        except Exception as e:
+            fail(span, type(e).__name__)
+            raise
+        finally:
+            span.end()
 
     def decode(self) -> Mapping[str, str]:
         """The decode leg begins, if it has not yet. Returns the headers that make D's spans its children."""
         if self._decode is None:
-            self._decode = self.step("decode", SpanKind.CLIENT)
+            self._decode = self._tracer.start_span("decode", self._inside, SpanKind.CLIENT)
         return headers_of(self._decode)
+
+    def responded(self, status: int) -> None:
+        """The decode node's headers are here."""
+        if self._decode:
+            self._decode.set_attribute("http.response.status_code", status)
 
     def event(self, name: str) -> None:
         """Something happened in the decode leg."""
@@ -159,15 +178,27 @@ class TurnTrace:
             error: type or code of what the client got in place of an answer.
         """
         if self._decode:
+            if error:
+                fail(self._decode, error)
             self._decode.end()
         self._root.set_attributes(attributes or {})
         if title:
             self._root.set_attribute("gen_ai.request.model", title)
             self._root.update_name(f"{getattr(self._root, 'name', 'chat')} {title}")
         if error:
-            self._root.set_attribute("error.type", error)
-            self._root.set_status(Status(StatusCode.ERROR))
+            fail(self._root, error)
         self._root.end()
+
+
+def fail(span: Span, error: str) -> None:
+    """What the span stands for failed.
+
+    Args:
+        span: the span.
+        error: status code or one word.
+    """
+    span.set_attribute("error.type", error)
+    span.set_status(Status(StatusCode.ERROR))
 
 
 def headers_of(span: Span) -> Mapping[str, str]:
@@ -186,21 +217,16 @@ def _exporter(name: str, environ: Mapping[str, str]) -> "SpanExporter":
 
     if name == "console":
         return ConsoleSpanExporter()
-    if name != "otlp":
-        raise TracingError(f"OTEL_TRACES_EXPORTER={name}: give otlp, console or none")
-    told = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-    protocol = next((environ[n] for n in told if environ.get(n)), "http/protobuf")
+    grpc = environment.protocol("TRACES", environ) == "grpc"
     try:
-        if protocol == "grpc":
+        if grpc:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415 - an extra
                 OTLPSpanExporter as GrpcExporter,
             )
 
             return GrpcExporter()
-        if protocol == "http/protobuf":
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - an extra
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415 - an extra
 
-            return OTLPSpanExporter()
+        return OTLPSpanExporter()
     except ImportError as e:
-        raise TracingError(f"traces by OTLP need the exporter: pip install '.[otlp]' ({e.name} is missing)") from e
-    raise TracingError(f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol}: give grpc or http/protobuf")
+        raise environment.missing(e) from e

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 from kvreturn_connector import wire
+from kvreturn_connector.counts import COUNTERS, REASONS, ReadCounts
 from kvreturn_connector.prompts import Prompts
 from kvreturn_connector.reads import Reads
 from kvreturn_connector.settings import Settings
@@ -206,6 +207,39 @@ def test_only_a_whole_handle_can_be_freed() -> None:
     assert reads.matched(asked, 0) == (0, False)
     assert told(reads, asked) == (0, 0, 0, "malformed")
     assert peer.asked == []
+
+
+def test_what_became_of_handles_is_counted() -> None:
+    """Requests without a handle, and those that only free one, are none of it."""
+    reads = prefill(Peer())
+    given: list[dict[str, Any]] = [{}, {"handle": handle()}]
+    for member in given:
+        asked = arrive(reads, **member)
+        reads.matched(asked, 32)
+        asked.kv_transfer_params["_remote_blocks_processed"] = True
+        reads.finish(asked)
+    for tokens, computed in (([0, *TOKENS], 0), (PROMPT, 100), (None, 0)):
+        asked = arrive(reads, tokens, handle=handle())
+        reads.matched(asked, computed)
+        reads.finish(asked)
+    freeing = request([1])
+    freeing.kv_transfer_params = reads.free(freeing, handle())
+    reads.finish(freeing)
+    assert reads.counts.totals == {
+        "kvreturn_handles": 4,
+        "kvreturn_proofs": 2,
+        "kvreturn_proven_tokens": 200,
+        "kvreturn_reads": 1,
+        "kvreturn_read_tokens": 68,
+    }
+    assert reads.counts.unread == {"not_a_continuation": 1, "local_hit": 1, "refused": 1}
+
+
+def test_the_counters_have_the_names_that_are_declared() -> None:
+    counts = ReadCounts()
+    counts.add(0, 0, "something new")
+    assert counts.totals.keys() <= COUNTERS.keys()
+    assert counts.unread.keys() <= set(REASONS)
 
 
 @pytest.mark.parametrize("asks", [True, False])

@@ -79,7 +79,7 @@ async def test_a_turn_is_seen_from_its_first_byte_to_its_last() -> None:
         "read": None,
         "local": 0,
         "prefill_ms": 0.0,
-        "first_byte_ms": None,
+        "first_token_ms": None,
         "going": None,
         "captured": False,
         "trace": None,
@@ -93,7 +93,7 @@ async def test_a_turn_is_seen_from_its_first_byte_to_its_last() -> None:
     seen = await section(router, "turns")
     assert seen["live"] == []
     (ended,) = seen["recent"]
-    assert (ended["ago"], ended["phase"], ended["first_byte_ms"], ended["captured"]) == (1.5, "ended", 2500.0, True)
+    assert (ended["ago"], ended["phase"], ended["first_token_ms"], ended["captured"]) == (1.5, "ended", 2500.0, True)
 
 
 async def test_the_last_200_turns_are_remembered() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import signal
 import socket
 import time
@@ -14,10 +15,13 @@ import pytest
 from click.testing import CliRunner
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from kvreturn.analyze.formats import LineReader
+from kvreturn.analyze.observation import Measured
 from kvreturn.cli.main import main
+from kvreturn.core.outcome import Outcome
 from support.extproc import Envoy, Modes, Request, Response, body_message, headers_message, request_headers
 from support.harness import DECODE
-from support.nodes import FakePrefill, chat, decode_events, handle, hangs
+from support.nodes import FakePrefill, chat, decode_events, handle, hangs, replies
 from support.serve import Process, fetch, spawn, write
 from support.streams import GrpcStream, StreamError
 
@@ -94,6 +98,23 @@ async def test_sigterm_lets_a_running_stream_end_and_refuses_new_ones(node: Fake
         assert await router.ended() == 0
         assert "Traceback" not in router.stderr
         assert "captured=True" in router.stderr
+
+
+async def test_json_lines_are_json_each_of_them_and_the_analysis_reads_them(tmp_path: Path) -> None:
+    async with (
+        FakePrefill(replies()) as node,
+        serving(tmp_path, node, "--log-format", "json", "--log-level", "debug") as router,
+        router.channel() as channel,
+    ):
+        envoy = Envoy(GrpcStream(channel))
+        await envoy.play(TURN, Response(decode_events(params=handle()), node=DECODE))
+        await router.end(signal.SIGTERM)
+    lines = [json.loads(line) for line in router.stderr.splitlines()]
+    assert all({"ts", "level", "logger"} <= line.keys() for line in lines)
+    assert [line["message"] for line in lines if "listening" in line.get("message", "")]
+    (told,) = [line for line in lines if line["logger"] == "kvreturn.turn"]
+    assert (told["outcome"], told["status"], told["prompt"], told["captured"]) == ("first_turn", 200, 114, True)
+    assert LineReader().read(json.dumps(told).encode()) == Measured(Outcome.FIRST_TURN, 114, None, 0)
 
 
 async def test_sigterm_cancels_what_runs_longer_than_it_may(tmp_path: Path) -> None:

@@ -1,13 +1,17 @@
 """Metrics and log lines: what they count and say, and what they never tell."""
 
+import asyncio
 import logging
 import re
+import time
 from typing import Any
 
 import pytest
 
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Reply
+from kvreturn.telemetry.loop import watching
+from kvreturn.telemetry.metrics import Metrics
 from support.extproc import Request, Response
 from support.harness import DECODE, Clock, Harness, harness, live
 from support.nodes import (
@@ -34,11 +38,16 @@ END = Response(decode_events(params=handle()), node=DECODE)
 NAMES = {
     "kvreturn_breakers_open",
     "kvreturn_capture_failures_total",
+    "kvreturn_computed_tokens_total",
+    "kvreturn_decode_duration_seconds",
+    "kvreturn_event_loop_lag_seconds",
+    "kvreturn_frees_total",
+    "kvreturn_handle_age_seconds",
     "kvreturn_config_last_success_timestamp_seconds",
     "kvreturn_config_reloads_total",
     "kvreturn_handles_captured_total",
     "kvreturn_handles_missing_total",
-    "kvreturn_frees_total",
+    "kvreturn_info",
     "kvreturn_live_streams",
     "kvreturn_live_turns",
     "kvreturn_oversize_events_total",
@@ -46,26 +55,29 @@ NAMES = {
     "kvreturn_prefill_duration_seconds",
     "kvreturn_prefill_fallbacks_total",
     "kvreturn_prefill_retries_total",
+    "kvreturn_prefill_saved_seconds_total",
+    "kvreturn_prefill_saved_tokens_total",
     "kvreturn_prompt_tokens_total",
     "kvreturn_read_back_tokens_total",
     "kvreturn_requests_refused_total",
-    "kvreturn_return_duration_seconds",
-    "kvreturn_prefill_saved_seconds_total",
     "kvreturn_return_choices_total",
+    "kvreturn_return_duration_seconds",
     "kvreturn_return_recalls_total",
     "kvreturn_returned_tokens_total",
     "kvreturn_returns_running",
     "kvreturn_returns_total",
     "kvreturn_returns_waiting",
+    "kvreturn_router_added_seconds",
     "kvreturn_sessions",
-    "kvreturn_sessions_bytes",
-    "kvreturn_sessions_evicted",
-    "kvreturn_sessions_expired",
+    "kvreturn_sessions_size_bytes",
+    "kvreturn_sessions_evicted_total",
+    "kvreturn_sessions_expired_total",
     "kvreturn_sessions_over_limit_total",
     "kvreturn_store_breaker_open",
     "kvreturn_store_duration_seconds",
     "kvreturn_store_errors_total",
-    "kvreturn_time_to_first_byte_seconds",
+    "kvreturn_tasks",
+    "kvreturn_time_to_first_token_seconds",
     "kvreturn_turn_errors_total",
     "kvreturn_turns_incomplete_total",
     "kvreturn_turns_total",
@@ -75,7 +87,18 @@ NAMES = {
 async def test_the_names_of_all_metrics() -> None:
     text = harness().world.metrics.expose().decode()
     told = set(re.findall(r"^# TYPE (\S+)", text, re.MULTILINE))
-    assert {n for n in told if not n.endswith("_created")} == NAMES
+    assert {n for n in told if not n.startswith("process_")} == NAMES
+
+
+async def test_both_conventions_have_a_name_for_each_of_them() -> None:
+    made = harness().world.metrics.all
+    assert {i.prometheus for i in made.values()} == NAMES
+    assert len({i.otel for i in made.values()}) == len(NAMES)
+    told = {i.prometheus: (i.otel, i.unit, i.kind) for i in made.values()}
+    assert told["kvreturn_turns_total"] == ("kvreturn.turns", "{turn}", "counter")
+    assert told["kvreturn_store_duration_seconds"] == ("kvreturn.store.duration", "s", "histogram")
+    assert told["kvreturn_sessions_size_bytes"] == ("kvreturn.sessions.size", "By", "gauge")
+    assert told["kvreturn_sessions"] == ("kvreturn.sessions", "{record}", "gauge")
 
 
 def reported(**told: Any) -> Script:  # noqa: ANN401 - as `report`
@@ -109,6 +132,7 @@ async def test_what_p_reports_becomes_the_outcome(script: Script, outcome: Outco
     assert router.outcomes() == {"first_turn": 1, outcome.value: 1}
     assert router.metric("read_back_tokens_total") == read
     assert router.metric("prompt_tokens_total") == 2 * 114
+    assert router.metric("prefill_saved_tokens_total") == read
     assert router.metric("handles_captured_total") == 2
 
 
@@ -123,14 +147,70 @@ async def test_what_a_good_turn_counts() -> None:
     await envoy.finish()
     assert router.metric("live_streams") == 0
     assert router.metric("turns_total", outcome="first_turn", api="chat", model="m") == 1
-    assert router.metric("time_to_first_byte_seconds_bucket", outcome="first_turn", le="0.2") == 0
-    assert router.metric("time_to_first_byte_seconds_bucket", outcome="first_turn", le="0.5") == 1
+    assert router.metric("time_to_first_token_seconds_bucket", outcome="first_turn", streamed="true", le="0.2") == 0
+    assert router.metric("time_to_first_token_seconds_bucket", outcome="first_turn", streamed="true", le="0.5") == 1
     assert router.metric("prefill_duration_seconds_count") == 1
     assert router.metric("sessions") == 1
-    assert router.metric("sessions_bytes") > 0
+    assert router.metric("sessions_size_bytes") > 0
     for name in NAMES - {"kvreturn_turn_errors_total", "kvreturn_store_errors_total"}:
         if re.search(r"incomplete|failures|missing|stranded|retries|fallbacks|oversize|evicted|expired", name):
             assert router.metric(name.removeprefix("kvreturn_")) == 0, name
+
+
+async def test_what_waits_for_others_is_not_what_the_router_adds() -> None:
+    clock = Clock()
+
+    def slow(body: bytes) -> Reply:
+        clock.now += 0.3
+        return connector(body)
+
+    router = harness(slow, clock)
+    store: Any = router.world.store
+    take, put = store.take, store.put
+
+    async def slow_take(*args: Any) -> Any:  # noqa: ANN401 - as `SessionStore.take`
+        clock.now += 0.004
+        return await take(*args)
+
+    async def slow_put(*args: Any) -> Any:  # noqa: ANN401 - as `SessionStore.put`
+        clock.now += 0.015
+        return await put(*args)
+
+    store.take, store.put = slow_take, slow_put
+    await router.play(TURN, END)
+    for side, least, enough in (("request", "0.002", "0.005"), ("response", "0.01", "0.02")):
+        counted = [router.metric("router_added_seconds_bucket", side=side, le=le) for le in (least, enough, "+Inf")]
+        assert counted == [0, 1, 1], side
+    assert router.metric("prefill_duration_seconds_sum") == pytest.approx(0.3)
+    assert router.metric("decode_duration_seconds_sum") == pytest.approx(0.015)
+
+
+async def test_how_old_handles_are_when_they_are_used() -> None:
+    clock = Clock()
+    router = harness(clock=clock)
+    await router.play(TURN, END)
+    clock.now += 42
+    await router.play(NEXT, END)
+    assert router.metric("handle_age_seconds_count") == 1
+    assert router.metric("handle_age_seconds_sum") == pytest.approx(42)
+
+
+async def test_a_loop_that_is_held_up_shows() -> None:
+    metrics = Metrics()
+    async with watching(metrics.loop_lag):
+        await asyncio.sleep(0.05)
+        time.sleep(0.35)  # noqa: ASYNC251 - that is what is looked for
+        await asyncio.sleep(0.01)
+    assert metrics.value("kvreturn_event_loop_lag_seconds_count") == 1
+    assert metrics.value("kvreturn_event_loop_lag_seconds_sum") >= 0.1
+
+
+async def test_how_the_router_is_set_up_is_told_without_secrets() -> None:
+    changes: dict[str, Any] = {"proof": "trusted", "return": "eager"}
+    text = harness(**changes).world.metrics.expose().decode()
+    (line,) = [x for x in text.splitlines() if x.startswith("kvreturn_info{")]
+    labels = 'prefill_via="direct",proof="trusted",return="eager",store="memory"'
+    assert labels in ",".join(sorted(line[len("kvreturn_info{") : -len("} 1.0")].split(",")))
 
 
 MISSING = [
@@ -156,11 +236,11 @@ async def test_expiry_and_eviction_are_counted() -> None:
     router = harness(clock=clock, store={"max_entries": 2})
     for i in range(3):
         await router.turn(f"Hi {i}")
-    assert router.metric("sessions_evicted") == 1
+    assert router.metric("sessions_evicted_total") == 1
     clock.now += 451
     await router.turn("Hi 2", "Good morning", "And?")
     assert router.outcomes() == {"first_turn": 3, "expired": 1}
-    assert router.metric("sessions_expired") == 2
+    assert router.metric("sessions_expired_total") == 2
 
 
 async def test_an_oversize_event_is_counted() -> None:
@@ -215,15 +295,15 @@ async def test_one_line_for_each_turn(caplog: pytest.LogCaptureFixture) -> None:
     first, second, refused = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
     assert first == (
         "outcome=first_turn api=chat model=m status=200 prompt=114 read=- local=0 returned=- prefill_ms=125.0 "
-        "first_byte_ms=125.0 retries=0 fallback=False captured=True return=- session=-"
+        "first_token_ms=125.0 total_ms=125.0 retries=0 fallback=False captured=True return=- session=-"
     )
     assert second == (
         "outcome=hit api=chat model=m status=200 prompt=114 read=160 local=0 returned=- prefill_ms=125.0 "
-        "first_byte_ms=375.0 retries=0 fallback=False captured=True return=- session=-"
+        "first_token_ms=375.0 total_ms=375.0 retries=0 fallback=False captured=True return=- session=-"
     )
     assert refused == (
         "outcome=rejected api=chat model=- status=400 prompt=- read=- local=- returned=- prefill_ms=0.0 "
-        "first_byte_ms=- retries=0 fallback=False captured=False return=- session=- error=400"
+        "first_token_ms=- total_ms=0.0 retries=0 fallback=False captured=False return=- session=- error=400"
     )
 
 

@@ -2,6 +2,7 @@
 
 import abc
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -63,11 +64,19 @@ def is_count(value: Any) -> bool:  # noqa: ANN401 - JSON
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of a response, None where it does not say."""
+    """Token counts of a response, None where it does not say.
+
+    Attributes:
+        prompt: of the prompt, what was cached included.
+        completion: of the answer.
+        cached: of the prompt, read from a cache.
+        written: of the prompt, written to a cache: Messages alone tells that.
+    """
 
     prompt: int | None = None
     completion: int | None = None
     cached: int | None = None
+    written: int | None = None
 
     def read(self, obj: Any) -> None:  # noqa: ANN401 - JSON
         """Take what a `usage` object says; keep what it does not.
@@ -83,7 +92,9 @@ class Usage:
         if type(prompt) is int:
             prompt += sum(n for n in (obj.get(name) for name in _APART) if type(n) is int)
         completion = obj.get("completion_tokens", obj.get("output_tokens"))
-        for name, value in (("prompt", prompt), ("completion", completion), ("cached", cached)):
+        written = obj.get("cache_creation_input_tokens")
+        counts = (("prompt", prompt), ("completion", completion), ("cached", cached), ("written", written))
+        for name, value in counts:
             if is_count(value):
                 setattr(self, name, value)
 
@@ -129,6 +140,7 @@ class API(abc.ABC):
     Attributes:
         name: for metrics and logs.
         path: of its requests.
+        begun: what a streamed answer has in it from its first token on, and not before.
         tokenize: members of a request that vLLM's `/tokenize` takes too.
         keeps: whether nodes may keep responses, to be asked for by their id.
         ours: members of a request that are not for nodes, whatever the client means by them.
@@ -136,6 +148,7 @@ class API(abc.ABC):
 
     name: ClassVar[str]
     path: ClassVar[str]
+    begun: ClassVar[re.Pattern[bytes]]
     tokenize: ClassVar[Collection[str]] = ()
     keeps: ClassVar[bool] = False
     ours: ClassVar[Collection[str]] = ("conversation_id",)

@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions`."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +37,7 @@ class Chat(API):
 
     name = "chat"
     path = "/v1/chat/completions"
+    begun = re.compile(rb'"(?:content|refusal|reasoning|reasoning_content|name|arguments)": ?"[^"]')
     tokenize = _TOKENIZE
 
     def read(self, body: ObjectText, *, strict: bool, longest: int = HISTORY) -> Prompt:

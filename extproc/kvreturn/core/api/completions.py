@@ -1,6 +1,7 @@
 """`POST /v1/completions`."""
 
 import json
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class Completions(API):
 
     name = "completions"
     path = "/v1/completions"
+    begun = re.compile(rb'"text": ?"[^"]')
     tokenize = ("model", "prompt", "add_special_tokens")
 
     def read(self, body: ObjectText, *, strict: bool, longest: int = HISTORY) -> Prompt:

@@ -1,6 +1,7 @@
 """`POST /v1/messages`, the API of Anthropic."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,7 @@ class Messages(API):
 
     name = "messages"
     path = "/v1/messages"
+    begun = re.compile(rb'"content_block_delta"|"tool_use"')
 
     def read(self, body: ObjectText, *, strict: bool, longest: int = HISTORY) -> Prompt:
         """See `API.read`."""

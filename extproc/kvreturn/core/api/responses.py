@@ -1,5 +1,6 @@
 """`POST /v1/responses`."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ class Responses(API):
 
     name = "responses"
     path = "/v1/responses"
+    begun = re.compile(rb'"response\.[a-z_.]+\.delta"')
     keeps = True
     # The node keeps the response under the id that the client may choose with `request_id`: also over another's.
     ours = (*API.ours, "request_id")
