@@ -10,13 +10,15 @@ import openai
 
 from kvreturn.config import Settings
 from kvreturn.server.app import running
-from kvreturn.sim import SimNode, Timing
+from kvreturn.sim import NO_TIMING, NodeConfig, SimNode, Timing
+from kvreturn.sim.config import Role
 from support.envoy import Json, Node, serving
-from support.gateway import CHAT, Front, client, configuration, envoy_before, product
+from support.gateway import CHAT, Front, client, configuration, envoy_before, front, product, serving_sims
 from support.harness import until
 from support.nodes import chat
 
 TOLD = {"endpoints": "router"}
+ROLES: tuple[Role, ...] = ("prefill", "decode", "decode")
 
 
 def quickly(bootstrap: Json) -> None:
@@ -150,3 +152,22 @@ async def test_a_node_that_envoy_does_not_know_is_no_error() -> None:
             assert (await there.front.post(CHAT, chat("Hi", model="sim"))).status == 200
         assert there.p[0].stats.computed_tokens > 0
         assert asked(there.d[0]) == asked(there.p[0]) == 3
+
+
+async def test_names_are_resolved_by_the_router_so_that_its_choice_takes_effect() -> None:
+    nodes = [SimNode(NodeConfig(role=role, connector="kvreturn", timing=NO_TIMING)) for role in ROLES]
+    async with serving_sims(*nodes) as urls:
+        named = [url.removeprefix("http://").replace("127.0.0.1", "localhost") for url in urls]
+        async with front("kvreturn", named[:1], named[1:], envoy=TOLD) as there:
+            assert there.world
+            addresses = [name.replace("localhost", "127.0.0.1") for name in named]
+            assert sorted(there.world.decode.addresses()) == sorted(addresses[1:])
+            await until_hosts(there, "decode", dict.fromkeys(addresses[1:], "healthy"))
+            for chosen in (1, 2):
+                other = addresses[3 - chosen]
+                there.world.decode.started(other, 1_000)
+                before = asked(nodes[chosen])
+                for i in range(4):
+                    assert (await there.post(CHAT, chat(f"{chosen} {i}", model="sim"))).status == 200
+                assert asked(nodes[chosen]) == before + 4
+                there.world.decode.finished(other, 1_000)

@@ -18,6 +18,7 @@ log = logging.getLogger("kvreturn.pool")
 _TICK = 0.2  # seconds between looks at what is due
 _JITTER = 0.2  # of the interval, so that several routers do not ask all at once, forever
 _OK = 200
+_USER_AGENT = "kvreturn/HC"  # Envoy calls its own ones Envoy/HC
 _UNKNOWN = 3  # checks of a node that fail before it is said that checks do not reach it
 
 
@@ -51,6 +52,7 @@ class HealthWatch:
         self._session = aiohttp.ClientSession(
             cookie_jar=aiohttp.DummyCookieJar(),
             # A kept one may be closed by the node at just that moment, which would look like a failure.
+            headers={"user-agent": _USER_AGENT},
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
         )
