@@ -44,6 +44,34 @@ async def test_conversations_stay_at_their_nodes() -> None:
             assert sorted(len(there.asked(node, CHAT)) for node in nodes) == [3, 3]
 
 
+async def test_histories_that_are_edited_branched_or_asked_again_are_answered_as_ever() -> None:
+    """P has no cache and reads what it can, so a wrong read would show in the answer."""
+    async with orchestrated(TOY, decodes=2) as (proxy, there), client(proxy.url) as sdk, client(there.oracle) as plain:
+        talk, expected = (Talk("Ada", CHAT, stream=True) for _ in range(2))
+
+        async def turn(*, keep: int, edit: str = "") -> None:
+            for each in (talk, expected):
+                del each.messages[keep:]
+                if edit:
+                    each.messages[0] = {"role": "user", "content": edit}
+            assert await talk.turn(sdk) == await expected.turn(plain)
+
+        for _ in range(2):
+            await turn(keep=9)
+        for keep, edit in (
+            (2, ""),
+            (2, ""),
+            (4, "Something else, that is long enough to matter. " * 9),
+            (3, ""),
+            (0, ""),
+        ):
+            await turn(keep=keep, edit=edit)
+            await turn(keep=9)
+        counted = await there.front.outcomes(12)
+        assert counted["hit"] >= 6
+        assert sum(node.stats.read_tokens for node in there.p) > 0
+
+
 async def test_nodes_that_fail_on_a_handle_cost_no_more_than_a_cold_turn() -> None:
     async with (
         orchestrated(TOY, prefill={"timeout": 1.0}) as (proxy, there),
