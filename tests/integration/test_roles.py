@@ -33,6 +33,22 @@ async def test_conversations_are_read_back_from_turn_2_on_and_their_clients_see_
         assert read == there.front.metric("read_back_tokens_total") > 0
 
 
+async def test_with_stock_prefill_nodes_the_router_proves() -> None:
+    async with (
+        orchestrated(TOY, stock=True, proof="router") as (proxy, there),
+        client(proxy.url) as sdk,
+        client(there.oracle) as plain,
+    ):
+        for i, api in enumerate([CHAT, COMPLETIONS]):
+            talk, expected = (Talk(f"Ada{i}", api, stream=True) for _ in range(2))
+            for _ in range(TURNS):
+                assert await talk.turn(sdk) == await expected.turn(plain)
+            counted = await there.front.outcomes((i + 1) * TURNS)
+            assert counted.pop("first_turn") == i + 1
+            assert sum(counted.get(word, 0) for word in ("hit", "partial_hit")) == (i + 1) * (TURNS - 1)
+        assert there.p[0].stats.read_tokens > 0
+
+
 async def test_conversations_stay_at_their_nodes() -> None:
     async with orchestrated(TOY, prefills=2, decodes=2) as (proxy, there), client(proxy.url) as sdk:
         talks = [Talk(name, CHAT, stream=True) for name in ("Ada", "Bob")]
