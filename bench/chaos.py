@@ -10,7 +10,7 @@ Promised, for each event:
   takes to find that a node refuses;
 - reuse afterwards is within 5 points of what it was before (of the turns that have something to gain);
 - while Redis stands still, time to first token (p99) grows by no more than computing cold costs, the store's deadline
-  (100 ms here) twice, and 100 ms.
+  (100 ms here) twice, 100 ms, and what it varies by on this machine when nothing is wrong.
 Exit code 1 if one of that does not hold.
 
 usage: python bench/chaos.py [--event "router killed"] [--conversations 50] [--json FILE] [--log FILE]
@@ -37,7 +37,7 @@ from faults.run import Act, Phase, Run, Times
 
 from kvreturn.envoy.process import ProcessError
 
-_BOUND = 300.0  # seconds for all of it
+_BOUND = 270.0  # seconds for all events; start and end take a few more
 _QUIET = 5.0  # seconds between two lines of progress where they stay
 
 
@@ -50,12 +50,11 @@ def main() -> None:
     parser.add_argument("--log", type=Path, metavar="FILE", help="write what all processes log there")
     arguments = parser.parse_args()
     begun = time.monotonic()
+    names = arguments.event or list(EVENTS)
     try:
-        phases, acts = asyncio.run(_play(arguments.event or list(EVENTS), arguments.conversations, arguments.log))
+        phases, acts = asyncio.run(_play(names, arguments.conversations, arguments.log))
     except ProcessError as e:
         sys.exit(f"chaos: {e}")
-    except TimeoutError:
-        sys.exit(f"chaos: something did not come back; see --log ({time.monotonic() - begun:.0f} s of {_BOUND:g} s)")
     print(file=sys.stderr)
     print("Nodes and their timing are SIMULATED; Envoy, routers, Redis and sentinel are real.")
     print("Reuse and time to first token: before, during and after each event.\n")
@@ -65,6 +64,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(verdict.numbers(phases, acts), indent=1))
     problems = verdict.broken(phases, acts)
+    problems += [f"{name}: not come to its end within {_BOUND:g} s of all" for name in names[len(acts) :]]
     for problem in problems:
         print(f"BROKEN  {problem}")
     print("Some promises do not hold." if problems else "All promises hold.")
@@ -75,10 +75,12 @@ async def _play(events: Sequence[str], conversations: int, log: Path | None) -> 
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(log.open("w")) if log else None
         print("starting nodes, Redis, routers and Envoy", file=sys.stderr)
-        async with asyncio.timeout(_BOUND), deployed(lambda name, line: _keep(file, name, line)) as deployment:
+        async with deployed(lambda name, line: _keep(file, name, line)) as deployment:
             run = Run(deployment, Load(deployment, conversations), Times(), _Progress())
-            acts = await run.play({name: EVENTS[name] for name in events})
-    return run.phases, acts
+            with contextlib.suppress(TimeoutError):  # what was seen until then is told
+                async with asyncio.timeout(_BOUND):
+                    await run.play({name: EVENTS[name] for name in events})
+    return run.phases, run.acts
 
 
 def _keep(file: TextIO | None, name: str, line: str) -> None:

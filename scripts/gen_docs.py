@@ -6,6 +6,8 @@ usage: python scripts/gen_docs.py [--check]
 import inspect
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ from pydantic import BaseModel, SecretStr
 from pydantic_core import PydanticUndefined
 
 from kvreturn.config import Model, Settings
+from kvreturn.config_file import load_settings
 from kvreturn.core.api import APIS
 from kvreturn.core.outcome import Outcome
+from kvreturn.envoy.bootstrap import render
 from kvreturn.server.world import World
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,7 +123,16 @@ def metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
-GENERATED = {"README.md": readme, "docs/metrics.md": metrics}
+BOOTSTRAPS = {"kvreturn": "gateway", "full-duplex": "gateway-full-duplex", "orchestrated": "orchestrated"}
+"""What stands in envoy/, by the file of examples/ that it is made from."""
+
+
+def _bootstrap(example: str) -> str:
+    return render(load_settings(ROOT / f"examples/{example}.yaml", {}))
+
+
+GENERATED: dict[str, Callable[[], str]] = {"README.md": readme, "docs/metrics.md": metrics}
+GENERATED |= {f"envoy/{name}.yaml": partial(_bootstrap, example) for example, name in BOOTSTRAPS.items()}
 
 if __name__ == "__main__":
     if "--check" in sys.argv:

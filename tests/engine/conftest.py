@@ -114,7 +114,7 @@ async def healthy(session: aiohttp.ClientSession, child: Child, node: VllmNode) 
 
 @contextlib.asynccontextmanager
 async def front(
-    prefill: Sequence[str], decode: Sequence[str], sink: Sink, **changes: object
+    prefill: Sequence[str], decode: Sequence[str], sink: Sink, envoy: JSON | None = None, **changes: object
 ) -> AsyncIterator[tuple[Router, str]]:
     """A router, and Envoy with the gateway at this URL, before these nodes."""
     listen, client, loopback, admin = free_addresses(4)
@@ -123,16 +123,16 @@ async def front(
             "listen": listen,
             "admin": None,
             "pools": {"prefill": list(prefill), "decode": list(decode)},
-            "envoy": {"listen": client, "prefill_listen": loopback, "admin": admin},
+            "envoy": {"listen": client, "prefill_listen": loopback, "admin": admin, **(envoy or {})},
             "drain_timeout": 1,
             **changes,
         }
     )
     async with (
         running(settings) as router,
-        EnvoyProcess(bootstrap.to_dict(bootstrap.build(settings)), sink=sink) as envoy,
+        EnvoyProcess(bootstrap.to_dict(bootstrap.build(settings)), sink=sink) as process,
     ):
-        await envoy.ready()
+        await process.ready()
         yield router, f"http://{client}"
 
 

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -20,7 +21,7 @@ BLOCK, ANSWER = 32, 300
 
 
 @contextlib.asynccontextmanager
-async def eager(engine: Engine, **changes: object) -> AsyncIterator[Engine]:
+async def eager(engine: Engine, **changes: Any) -> AsyncIterator[Engine]:  # noqa: ANN401 - settings as YAML has them
     """The same nodes behind a router that returns eagerly."""
     nodes = [engine.nodes[name].address for name in ("prefill", "decode")]
     sink = functools.partial(note, engine.lines)

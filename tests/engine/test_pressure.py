@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="session"), pyt
 
 async def test_a_turn_shows_in_what_real_nodes_tell(engine: Engine) -> None:
     settings = engine.router.world.settings
-    (p,), (d,) = settings.pools.prefill, settings.pools.decode
+    (p,), (d,) = (settings.pools.sources[kind].static for kind in ("prefill", "decode"))
     through = settings.envoy.prefill_listen
     async with PressureWatch([p], [d], through, clock=time.monotonic, interval=0.5) as watch, asyncio.timeout(60):
         await ask(engine, engine.gateway, ids(77, 300))  # pins 10 blocks of 32

@@ -1,7 +1,8 @@
 """`kvreturn bench` on a deployment that is there: real Envoy and router, nodes that take no time."""
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,15 @@ class Deployment:
         manner: Manner = Manner(),  # noqa: B008 - frozen
         *,
         models: tuple[str, str] = ("demo-off", "demo-lazy"),
+        run: Run | None = None,
+        told: Callable[[], None] = lambda: None,
         **plan: Any,  # noqa: ANN401 - members of `Plan`
     ) -> Summary:
-        front, run = self.front, Run()
+        front, run = self.front, run or Run()
         to = targets([front.gateway] * 2, models, [f"{front.prefill}/metrics"], [[front.router_metrics]] * 2)
         members = {"conversations": 1, "rounds": 1, "load": Load(), **plan}
         async with aiohttp.ClientSession() as session, on_deployment(to, manner, session) as ground:
-            await ground.play(bench(ground.legs, Plan(source, **members), session, lambda *_: None, run))
+            await ground.play(bench(ground.legs, Plan(source, **members), session, lambda *_: told(), run))
         return summarize(run, {}, simulated=False)
 
 
@@ -84,3 +87,18 @@ async def test_legs_that_reuse_nothing_or_both_something_mean_nothing(deployment
     assert summary.verdict.startswith("Nothing to compare: Nothing was reused in the leg `on`")
     texts = [d.text for d in summary.doubts if d.level == "void"]
     assert any(text.startswith("The leg `off` is not off") for text in texts)
+
+
+async def test_what_was_counted_until_it_was_stopped_is_in_the_report(deployment: Deployment) -> None:
+    run, begun = Run(), asyncio.Event()
+    source = Synthetic(Spread.parse("50"), _MORE, Spread.parse("1"), _ANSWER, _GAP)
+    playing = asyncio.create_task(deployment.play(source, run=run, told=begun.set))
+    await begun.wait()
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    (played,) = run.played
+    assert played.samples
+    assert played.look
+    assert played.look.caching is False
+    assert set(played.look.turns) <= {"disabled", "cancelled"}

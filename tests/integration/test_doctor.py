@@ -125,7 +125,7 @@ async def test_nothing_runs(tmp_path: Path) -> None:
 async def test_another_deployment_than_that_of_the_settings_is_told(tmp_path: Path) -> None:
     """The gateway is a node itself: what goes there passes no router."""
     async with nodes(tmp_path) as there:
-        base = f"http://{there.settings.pools.decode[0]}"
+        base = f"http://{there.settings.pools.sources['decode'].static[0]}"
         findings = await there.findings(gateway=base)
     assert told(findings, "gateway")[0][0] == "ok"
     assert worst(findings, "gateway.outcome").status == "skipped"

@@ -28,7 +28,7 @@ _OWN = {"date", "connection", "keep-alive", "transfer-encoding", "content-length
 
 async def test_what_has_no_body_gets_the_nodes_own_answer(shipped: str) -> None:
     async with product(shipped) as there:
-        node = f"http://{there.front.settings.pools.decode[0]}"
+        node = f"http://{there.front.settings.pools.sources['decode'].static[0]}"
         async with aiohttp.ClientSession(node) as session:
             for method, path in [
                 *(("GET", p) for p in ("/v1/models", "/health", "/version", "/metrics", "/v1/none?x=%20y")),

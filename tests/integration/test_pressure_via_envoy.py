@@ -20,12 +20,12 @@ async def until(condition: Callable[[], bool]) -> None:
 async def test_each_prefill_node_is_asked_itself_through_envoy() -> None:
     async with product("kvreturn", prefills=2) as there:
         settings = there.front.settings
-        pools = settings.pools
+        prefill, decode = (settings.pools.sources[kind].static for kind in ("prefill", "decode"))
         through = settings.envoy.prefill_listen
-        async with PressureWatch(pools.prefill, pools.decode, through, clock=time.monotonic, interval=0.1) as watch:
-            await until(lambda: all(watch.of(node) for node in (*pools.prefill, *pools.decode)))
-            assert [watch.of(node) for node in pools.prefill] == [IDLE, IDLE]
+        async with PressureWatch(prefill, decode, through, clock=time.monotonic, interval=0.1) as watch:
+            await until(lambda: all(watch.of(node) for node in (*prefill, *decode)))
+            assert [watch.of(node) for node in prefill] == [IDLE, IDLE]
             await there.p[0].stop()
             # Envoy may ask the other node instead, which must not count for this one.
-            await until(lambda: watch.of(pools.prefill[0]) is None)
-            assert watch.of(pools.prefill[1]) == IDLE
+            await until(lambda: watch.of(prefill[0]) is None)
+            assert watch.of(prefill[1]) == IDLE

@@ -33,6 +33,22 @@ async def test_conversations_are_read_back_from_turn_2_on_and_their_clients_see_
         assert read == there.front.metric("read_back_tokens_total") > 0
 
 
+async def test_with_stock_prefill_nodes_the_router_proves() -> None:
+    async with (
+        orchestrated(TOY, stock=True, proof="router") as (proxy, there),
+        client(proxy.url) as sdk,
+        client(there.oracle) as plain,
+    ):
+        for i, api in enumerate([CHAT, COMPLETIONS]):
+            talk, expected = (Talk(f"Ada{i}", api, stream=True) for _ in range(2))
+            for _ in range(TURNS):
+                assert await talk.turn(sdk) == await expected.turn(plain)
+            counted = await there.front.outcomes((i + 1) * TURNS)
+            assert counted.pop("first_turn") == i + 1
+            assert sum(counted.get(word, 0) for word in ("hit", "partial_hit")) == (i + 1) * (TURNS - 1)
+        assert there.p[0].stats.read_tokens > 0
+
+
 async def test_conversations_stay_at_their_nodes() -> None:
     async with orchestrated(TOY, prefills=2, decodes=2) as (proxy, there), client(proxy.url) as sdk:
         talks = [Talk(name, CHAT, stream=True) for name in ("Ada", "Bob")]
@@ -42,6 +58,34 @@ async def test_conversations_stay_at_their_nodes() -> None:
         assert await there.front.outcomes(6) == {"first_turn": 2, "hit": 4}
         for nodes in (there.p, there.d):
             assert sorted(len(there.asked(node, CHAT)) for node in nodes) == [3, 3]
+
+
+async def test_histories_that_are_edited_branched_or_asked_again_are_answered_as_ever() -> None:
+    """P has no cache and reads what it can, so a wrong read would show in the answer."""
+    async with orchestrated(TOY, decodes=2) as (proxy, there), client(proxy.url) as sdk, client(there.oracle) as plain:
+        talk, expected = (Talk("Ada", CHAT, stream=True) for _ in range(2))
+
+        async def turn(*, keep: int, edit: str = "") -> None:
+            for each in (talk, expected):
+                del each.messages[keep:]
+                if edit:
+                    each.messages[0] = {"role": "user", "content": edit}
+            assert await talk.turn(sdk) == await expected.turn(plain)
+
+        for _ in range(2):
+            await turn(keep=9)
+        for keep, edit in (
+            (2, ""),
+            (2, ""),
+            (4, "Something else, that is long enough to matter. " * 9),
+            (3, ""),
+            (0, ""),
+        ):
+            await turn(keep=keep, edit=edit)
+            await turn(keep=9)
+        counted = await there.front.outcomes(12)
+        assert counted["hit"] >= 6
+        assert sum(node.stats.read_tokens for node in there.p) > 0
 
 
 async def test_nodes_that_fail_on_a_handle_cost_no_more_than_a_cold_turn() -> None:
@@ -101,7 +145,7 @@ async def test_handles_that_a_proxy_has_from_elsewhere_are_left_to_it() -> None:
     at = Addresses()
     script(MULTITURN)
     async with product("kvreturn", envoy=at.settings) as there:
-        decode = there.front.settings.pools.decode[0]
+        decode = there.front.settings.pools.sources["decode"].static[0]
         async with (
             orchestrator(MULTITURN, at.prefill, decode) as proxy,
             client(proxy.url) as sdk,

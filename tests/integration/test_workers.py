@@ -73,80 +73,50 @@ async def test_any_worker_serves_any_turn_and_all_drain_as_one(
     assert "Traceback" not in "\n".join(workers.lines)
 
 
-async def test_a_killed_worker_comes_back_and_costs_no_stream_of_others(
+async def test_a_killed_worker_comes_back_with_the_settings_of_now_and_costs_no_stream_of_others(
     redis: Server, node: FakePrefill, tmp_path: Path
 ) -> None:
+    """And no worker outlives its supervisor."""
     async with working(tmp_path, redis, node) as workers:
-        await workers.turn(1, "Hi", headers=TENANT)
+        path = tmp_path / "kvreturn.yaml"
+        path.write_text(path.read_text() + "proof: 'off'\n")
         async with grpc.aio.insecure_channel(workers.listens[0]) as channel:
             stream = GrpcStream(channel)
-            await Envoy(stream, Modes()).request(
-                Request(pieces=[chat("Hello")], headers={**TENANT, "content-type": "application/json"})
-            )
+            headers = {**TENANT, "content-type": "application/json"}
+            await Envoy(stream, Modes()).request(Request(pieces=[chat("Hello")], headers=headers))
+            workers.process.send_signal(signal.SIGHUP)
+            await workers.see("settings reloaded; changed: proof", 2)
             os.kill(pid := workers.pid(1), signal.SIGKILL)
-            await workers.see(rf"worker 1 \(pid {pid}\) was killed by SIGKILL; it is started again in 0.2 s")
+            await workers.see(rf"worker 1 \(pid {pid}\) was killed by SIGKILL; it is started again in 0")
             await workers.up(1)
             await stream.send(headers_message("response", SSE, node=DECODE))
             assert await stream.receive()
             stream.cancel()
-        await workers.turn(1, "Hi", "Good morning", "And?", headers=TENANT)
-        await workers.see("worker 1 kvreturn.turn outcome=hit")  # the store remembers
-        workers.process.send_signal(signal.SIGINT)
-        assert await workers.ended() == 0
-
-
-async def test_no_worker_outlives_its_supervisor(redis: Server, node: FakePrefill, tmp_path: Path) -> None:
-    async with working(tmp_path, redis, node) as workers:
+        for i in range(2):
+            await workers.turn(i, "Hi", headers=TENANT)
+            assert 'outcome="disabled"} 1.0' in await workers.metrics(i)
+        assert 'kvreturn_config_reloads_total{result="applied"} 1.0' in await workers.metrics(0)
+        path.write_text(path.read_text() + "nonsense: 1\n")
+        workers.process.send_signal(signal.SIGHUP)
+        line = len(path.read_text().splitlines())
+        await workers.see(rf"the settings stay as they were: {path}:{line}: nonsense: unknown setting", 2)
         workers.process.kill()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while any(exists(workers.pid(i)) for i in range(2)):  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.02)
     assert sum(line.endswith("kvreturn stopped") for line in workers.lines) == 2
 
 
-async def test_sighup_reloads_in_every_worker(redis: Server, node: FakePrefill, tmp_path: Path) -> None:
-    async with working(tmp_path, redis, node) as workers:
-        path = tmp_path / "kvreturn.yaml"
-        path.write_text(path.read_text() + "proof: 'off'\n")
-        workers.process.send_signal(signal.SIGHUP)
-        await workers.see("settings reloaded; changed: proof", 2)
-        for i in range(2):
-            await workers.turn(i, "Hi", headers=TENANT)
-            assert 'kvreturn_config_reloads_total{result="applied"} 1.0' in await workers.metrics(i)
-            assert 'outcome="disabled"} 1.0' in await workers.metrics(i)
-        path.write_text(path.read_text() + "nonsense: 1\n")
-        workers.process.send_signal(signal.SIGHUP)
-        line = len(path.read_text().splitlines())
-        await workers.see(rf"the settings stay as they were: {path}:{line}: nonsense: unknown setting", 2)
-        workers.process.send_signal(signal.SIGTERM)
-        assert await workers.ended() == 0
-
-
-async def test_fr130_each_worker_has_one_event_loop_and_many_streams_do_not_disturb_it(
-    redis: Server, node: FakePrefill, tmp_path: Path
-) -> None:
-    """Loops that share grpc's poller write BlockingIOError (grpc#42357)."""
-    async with working(tmp_path, redis, node) as workers:
-        await asyncio.gather(*(workers.turn(i % 2, f"Hi {i}", headers=TENANT) for i in range(200)))
-        workers.process.send_signal(signal.SIGTERM)
-        assert await workers.ended() == 0
-    text = "\n".join(workers.lines)
-    assert text.count("outcome=first_turn") == 200
-    assert "BlockingIOError" not in text
-    assert "Traceback" not in text
-
-
-@pytest.mark.parametrize("taken", ["listen of worker 1", "admin of worker 1"])
-async def test_an_address_in_use_is_one_line_before_any_worker_starts(
-    taken: str, redis: Server, tmp_path: Path
-) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
+async def test_addresses_in_use_are_a_line_each_before_any_worker_starts(redis: Server, tmp_path: Path) -> None:
+    with socket.socket() as one, socket.socket() as other:
+        ports = []
+        for taken in (one, other):
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            ports.append(taken.getsockname()[1])
         config = {
-            "listen": f"127.0.0.1:{port - 2}" if "listen" in taken else f"unix:{tmp_path}/router",
-            "admin": f"127.0.0.1:{port - 2}" if "admin" in taken else None,
+            "listen": f"127.0.0.1:{ports[0] - 2}",
+            "admin": f"127.0.0.1:{ports[1] - 2}",
             "pools": {"prefill": ["10.0.0.1:8100"], "decode": [DECODE]},
             "secret": "s",
             "tenant_header": "x-tenant",
@@ -154,11 +124,13 @@ async def test_an_address_in_use_is_one_line_before_any_worker_starts(
             "workers": 2,
         }
         process = await spawn(write(tmp_path, config))
-        _, err = await asyncio.wait_for(process.communicate(), 10)
-    expected = (
-        f"Error: cannot listen on 127.0.0.1:{port} ({taken}): Address already in use; free it, or choose another one"
-    )
-    assert (process.returncode, err.decode().strip()) == (1, expected)
+        _, err = await asyncio.wait_for(process.communicate(), 60)
+    told = "Address already in use; free it, or choose another one"
+    expected = [
+        f"Error: cannot listen on 127.0.0.1:{ports[0]} (listen of worker 1): {told}",
+        f"cannot listen on 127.0.0.1:{ports[1]} (admin of worker 1): {told}",
+    ]
+    assert (process.returncode, err.decode().splitlines()) == (1, expected)
 
 
 async def test_what_no_worker_can_start_with_ends_all(redis: Server, node: FakePrefill, tmp_path: Path) -> None:
@@ -170,11 +142,9 @@ async def test_what_no_worker_can_start_with_ends_all(redis: Server, node: FakeP
         "secret": "s",
         "store": {"url": redis.url},
     }
-    begun = time.monotonic()
     process = await spawn(write(tmp_path, config), "--workers", "2", OTEL_TRACES_EXPORTER="fax")
-    _, err = await asyncio.wait_for(process.communicate(), 10)
+    _, err = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 1
-    assert time.monotonic() - begun < 8
     assert "could not start; its last lines say why" in err.decode()
     assert "OTEL_TRACES_EXPORTER" in err.decode()
 
@@ -205,19 +175,24 @@ async def test_a_return_of_a_router_that_died_is_neither_waited_for_nor_trusted(
     hangs = ReturnHangs()
     held = d_handle([*PROMPT, *range(151, 161)], secret=b"s")
     held["kvreturn"]["generated"] = list(range(151, 162))
-    eager: dict[str, Any] = {"return": "eager", "returns": {"wait": 10, "deadline": 60}}
+    eager: dict[str, Any] = {"return": "eager", "returns": {"wait": 60, "deadline": 90}}
     async with FakePrefill(hangs) as p, working(tmp_path, redis, p, **eager) as workers:
-        await workers.turn(0, "Hi", headers=TENANT, params=held)
-        await asyncio.wait_for(hangs.began.wait(), 5)
+        await workers.turn(0, "Good day", headers=TENANT, params=held)
+        await asyncio.wait_for(hangs.began.wait(), 30)
         os.kill(workers.pid(0), signal.SIGKILL)
         begun = time.monotonic()
-        await workers.turn(1, "Hi", "Good morning", "And?", headers=TENANT, params=held)
-        assert time.monotonic() - begun < 3  # of the 10 that it would wait for one of its own
+        await workers.turn(1, "Good day", "Good morning", "And?", headers=TENANT, params=held)
+        assert time.monotonic() - begun < 20  # of the 60 that it would wait for one of its own
         await workers.see(r"worker 1 kvreturn.turn outcome=return_failed\(unfinished\)")
 
 
-async def test_fr118_spans_of_all_workers_arrive(redis: Server, node: FakePrefill, tmp_path: Path) -> None:
-    """Exporters whose threads were started before a fork are dead in the child (opentelemetry-python#3307)."""
+async def test_fr118_fr130_many_streams_at_several_workers_each_with_its_own_loop_and_exporter(
+    redis: Server, node: FakePrefill, tmp_path: Path
+) -> None:
+    """Exporters whose threads were started before a fork are dead in the child (opentelemetry-python#3307).
+
+    Loops that share grpc's poller write BlockingIOError (grpc#42357).
+    """
     traces: set[str] = set()
 
     async def collect(request: web.Request) -> web.Response:
@@ -232,12 +207,15 @@ async def test_fr118_spans_of_all_workers_arrive(redis: Server, node: FakePrefil
         environ = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": str(collector.make_url("")),
             "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf",
-            "OTEL_EXPORTER_OTLP_COMPRESSION": "none",
         }
+        names = [f"{i + 1:032x}" for i in range(100)]
         async with working(tmp_path, redis, node, environ=environ) as workers:
-            for i in range(2):
-                parent = f"00-{i + 1:032x}-00000000000000ab-01"
-                await workers.turn(i, f"Hi {i}", headers={**TENANT, "traceparent": parent})
+            parents = [{**TENANT, "traceparent": f"00-{name}-00000000000000ab-01"} for name in names]
+            await asyncio.gather(*(workers.turn(i % 2, f"Hello {i}", headers=p) for i, p in enumerate(parents)))
             workers.process.send_signal(signal.SIGTERM)
             assert await workers.ended() == 0  # what was left is exported at the end
-    assert {f"{1:032x}", f"{2:032x}"} <= traces
+    assert traces >= set(names)
+    text = "\n".join(workers.lines)
+    assert [text.count(f"worker {i} kvreturn.turn outcome=first_turn") for i in range(2)] == [50, 50]
+    assert "BlockingIOError" not in text
+    assert "Traceback" not in text

@@ -90,7 +90,7 @@ class HeldClient(PrefillClient):
         super().__init__(world.prefill, None)
         self._watch = watch
         self._clock = clock
-        self._nodes = world.settings.pools.prefill
+        self._nodes = world.settings.pools.sources["prefill"].static
 
     async def _post(self, node: str, ask: Ask, headers: Mapping[str, str]) -> Reply:
         watch = self._watch

@@ -36,7 +36,7 @@ async def check_end(cluster: Cluster, tally: Tally) -> None:
         assert not router.returns.errors, f"a return failed in the router: {router.returns.errors}"
         assert not router.service.running, "the router is left with streams"
         for pool in (router.world.prefill, router.world.decode):
-            assert all(node.load == 0 for node in pool._nodes.values()), "the router is left with load"
+            assert all(node.load == 0 for node in pool.snapshot()), "the router is left with load"
         ended = outcomes(router.world.metrics)
         tally.outcomes.update(ended)
         counted += sum(ended.values())

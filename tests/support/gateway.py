@@ -223,6 +223,7 @@ async def product(
     template: str = "plain",
     store_responses: bool = False,
     cached: bool = False,
+    stock: bool = False,
     change: Callable[[Json], object] = lambda _: None,
     **changes: Any,  # noqa: ANN401 - settings as YAML has them
 ) -> AsyncIterator[Product]:
@@ -235,6 +236,7 @@ async def product(
         timing: of the nodes.
         template: of the nodes.
         store_responses: whether nodes keep responses.
+        stock: whether P runs vLLM's own connector.
         cached: whether P has a prefix cache; without one, what it reads shows. Eager returns need it.
         change: edits Envoy's bootstrap.
         changes: see `configuration`.
@@ -252,7 +254,7 @@ async def product(
         )
         return SimNode(config)
 
-    p = [node("prefill", "kvreturn", cache=cached) for _ in range(prefills)]
+    p = [node("prefill", "stock" if stock else "kvreturn", cache=cached) for _ in range(prefills)]
     d = [node("decode", "kvreturn", cache=True) for _ in range(decodes)]
     oracle = node("single", "stock", cache=False)
     async with serving_sims(*p, *d, oracle) as urls:

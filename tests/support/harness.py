@@ -148,11 +148,19 @@ async def live(*nodes: FakePrefill | str, **changes: Any) -> AsyncIterator[Harne
         yield router
 
 
-# Tasks of the peers in this process: grpc.aio accepts streams in one, aiohttp's server keeps one for each connection.
-_PEERS = ("AioServer", "RequestHandler.start")
+# Tasks that come and go by themselves: grpc.aio accepts streams in one, aiohttp's server keeps one for each connection,
+# and health checks are made every few seconds.
+_PEERS = ("AioServer", "RequestHandler.start", "HealthWatch._check")
 
 
 def tasks() -> set["asyncio.Task[Any]"]:
-    """All tasks but the one that asks, and those of peers."""
+    """All tasks but the one that asks, those of peers, and health checks."""
     own = asyncio.current_task()
     return {t for t in asyncio.all_tasks() if t is not own and not any(name in repr(t) for name in _PEERS)}
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for something of which no event tells."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)

@@ -251,7 +251,7 @@ class FakePrefill:
         await self._runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        if request.headers.get("user-agent") == "Envoy/HC":
+        if request.headers.get("user-agent") in {"Envoy/HC", "kvreturn/HC"}:
             return web.Response()
         headers = {k.lower(): v for k, v in request.headers.items()}
         seen = Seen(request.path, headers, await request.read(), request)

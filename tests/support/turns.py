@@ -147,9 +147,11 @@ class Judge:
     failed: list[str] = field(default_factory=list)
     succeeded: list[str] = field(default_factory=list)
     prefills: list[tuple[str, str, bool]] = field(default_factory=list)
+    decodes: list[tuple[str, str]] = field(default_factory=list)
 
-    def objection(self, record: Record, handle: Handle) -> Outcome | None:
+    def objection(self, record: Record, handle: Handle, age: float | None = None) -> Outcome | None:
         """See `kvreturn.core.ports.Judge`."""
+        del age
         assert record.handle == handle.raw
         return self.says
 
@@ -161,6 +163,11 @@ class Judge:
     def prefilled(self, node: str, engine: str, *, proves: bool) -> None:
         """See `kvreturn.core.ports.Judge`."""
         self.prefills.append((node, engine, proves))
+
+    def decoded(self, node: str, engine: str) -> str:
+        """See `kvreturn.core.ports.Judge`."""
+        self.decodes.append((node, engine))
+        return node
 
     def read_succeeded(self, handle: Handle) -> None:
         """See `kvreturn.core.ports.Judge`."""

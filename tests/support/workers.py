@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import socket
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,9 +51,10 @@ class Workers:
 
     async def see(self, pattern: str, times: int = 1) -> None:
         """Wait until so many lines match."""
-        async with asyncio.timeout(40):
-            while sum(1 for line in self.lines if re.search(pattern, line)) < times:  # noqa: ASYNC110 - lines have no event
-                await asyncio.sleep(0.01)
+        deadline = time.monotonic() + 40
+        while sum(1 for line in self.lines if re.search(pattern, line)) < times:
+            assert time.monotonic() < deadline, "\n".join(self.lines)
+            await asyncio.sleep(0.01)
 
     def pid(self, worker: int) -> int:
         """The latest process that is this worker."""
@@ -104,7 +106,7 @@ async def working(
         "prefill": {"via": "direct"},
         "secret": "s",
         "tenant_header": "x-tenant",
-        "store": {"url": redis.url, "deadline": 1.0},
+        "store": {"url": redis.url, "deadline": 10.0},
         "drain_timeout": 0.05,
         **changes,
     }

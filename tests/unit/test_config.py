@@ -354,3 +354,40 @@ def test_a_wrong_store_url_has_its_line_and_tells_no_password(tmp_path: Path, en
 def test_a_store_that_is_no_mapping_is_refused_whatever_the_environment_says(tmp_path: Path, store: str) -> None:
     (line,) = errors(tmp_path, POOLS + "secret: s\n" + store, KVRETURN_STORE_URL="redis://h")
     assert line.startswith("FILE:5: store: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{dns: 'http://x:1'}", ["FILE:3: pools.decode.dns: 'http://x:1': write host:port, without a scheme"]),
+        (
+            "\n    dns: x:1\n    intervall: 5",
+            ["FILE:5: pools.decode.intervall: unknown setting; did you mean `interval`?"],
+        ),
+        ("{dns: x:1, ranks: 0}", ["FILE:3: pools.decode.ranks: Input should be greater than 0"]),
+        (
+            "{}",
+            ["FILE:3: pools.decode: give one of `static`, `dns` and `endpoint_slices`, or just a list of `host:port`"],
+        ),
+        (
+            "\n    endpoint_slices:\n      service: s",
+            ["FILE:4: pools.decode.endpoint_slices.port: Field required"],
+        ),
+        (
+            "\n    endpoint_slices:\n      servic: s\n      port: 1",
+            [
+                "FILE:4: pools.decode.endpoint_slices.service: Field required",
+                "FILE:5: pools.decode.endpoint_slices.servic: unknown setting; did you mean `service`?",
+            ],
+        ),
+        ("5", ["FILE:3: pools.decode: Input should be a valid list"]),
+    ],
+)
+def test_a_wrong_pool_is_named_by_its_line(tmp_path: Path, text: str, expected: list[str]) -> None:
+    assert errors(tmp_path, f"pools:\n  prefill: [a:1]\n  decode: {text}\n") == expected
+
+
+def test_envoy_cannot_ask_kubernetes(tmp_path: Path) -> None:
+    text = "pools: {prefill: [a:1], decode: {endpoint_slices: {service: s, port: 1}}}\nenvoy: {endpoints: bootstrap}\n"
+    (line,) = errors(tmp_path, text)
+    assert line.startswith("FILE:2: envoy.endpoints: bootstrap does not go with pools.decode.endpoint_slices, ")

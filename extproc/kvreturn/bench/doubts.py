@@ -77,7 +77,7 @@ def doubts(run: Run, *, simulated: bool) -> list[Doubt]:
         *_amount(run, comparison),
         *_reuse(run, looks["on"]),
         *_off(looks["off"]),
-        *_told(looks, comparison),
+        *_told(run, looks["on"], comparison),
         *_transfer(looks["on"]),
         *_cache(looks["off"]),
         *_noise(run, comparison),
@@ -112,7 +112,7 @@ def _amount(run: Run, comparison: Comparison | None) -> Iterator[Doubt]:
     if run.played and not any(s.output_num_chunks for leg in LEGS for s in run.samples(leg)):
         yield Doubt("note", "Answers came in one piece, so TTFT is the time to the whole answer.")
     if comparison is None:
-        yield Doubt("void", "No follow-up turn was answered in both legs: there is nothing to compare.")
+        yield Doubt("void", "No follow-up turn was answered in both legs.")
     elif len(comparison.pairs) < _FEW_PAIRS:
         yield Doubt(
             "doubt",
@@ -147,8 +147,8 @@ def _off(off: Look) -> Iterator[Doubt]:
         )
 
 
-def _told(looks: dict[LegName, Look], comparison: Comparison | None) -> Iterator[Doubt]:
-    if looks["on"].routers:
+def _told(run: Run, on: Look, comparison: Comparison | None) -> Iterator[Doubt]:
+    if on.routers or not run.samples("on"):
         return
     text = "No router was asked (--router-metrics), so nothing tells whether anything was reused"
     same = comparison and abs(comparison.ratio - 1) < _SAME

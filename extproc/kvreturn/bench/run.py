@@ -5,6 +5,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -12,12 +13,13 @@ from itertools import islice
 import aiohttp
 
 from kvreturn.bench.conversation import Conversation, Replayed, Synthetic, Words
-from kvreturn.bench.counters import Look, Meters
+from kvreturn.bench.counters import CountersError, Look, Meters
 from kvreturn.bench.drive import Drive, Load
 from kvreturn.bench.sample import LEGS, Failure, LegName, Sample
 from kvreturn.bench.talk import Talk
 
 _PAUSE = 0.2  # seconds between legs: what the one left behind (frees, returns) is over before the other begins
+_LAST_LOOK = 2.0  # seconds for the counters of a leg that was stopped
 _WARM_UP = (400, 100)  # tokens
 _FEW = 8
 
@@ -64,7 +66,7 @@ class Played:
         samples: its turns.
         failures: turns that were not answered.
         seconds: how long it took.
-        look: what was counted meanwhile; None if it was stopped before its counters were read.
+        look: what was counted meanwhile; None if it was stopped and they could not be read.
         lag: seconds by which this process was late in its slowest moments (99th percentile).
     """
 
@@ -148,14 +150,20 @@ async def bench(
             drive = Drive(legs[leg_name].talk, leg_name, number, run.epoch, f"{name}-{leg_name}-{number}", told)
             run.played.append(played := Played(leg_name, number, drive.samples, drive.failures))
             await asyncio.sleep(_PAUSE)
-            before = await legs[leg_name].meters.look(session)
+            meters = legs[leg_name].meters
+            before = await meters.look(session)
             begun = time.perf_counter()
             try:
                 await drive.play(batch, plan.load, _rng(plan.seed + number))
+            except asyncio.CancelledError:
+                with suppress(CountersError, TimeoutError):
+                    async with asyncio.timeout(_LAST_LOOK):
+                        played.look = (await meters.look(session)).since(before)
+                raise
             finally:
                 played.seconds = time.perf_counter() - begun
                 played.lag = drive.lag
-            played.look = await legs[leg_name].meters.settled(session, before, len(drive.samples))
+            played.look = await meters.settled(session, before, len(drive.samples))
             done += sum(len(c.asks) for c in batch)
 
 

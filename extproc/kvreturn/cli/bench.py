@@ -57,7 +57,7 @@ _count = click.IntRange(min=1)
 @click.option("--prefill-metrics", multiple=True, callback=metrics_urls, help="URL of a prefill node. Repeatable.")
 @click.option("--api", type=click.Choice(sorted(APIS_BY_NAME)), default="chat")
 @click.option("--stream/--no-stream", default=True)
-@click.option("--api-key", envvar="OPENAI_API_KEY", help="Sent as a bearer token.  [env: OPENAI_API_KEY]")
+@click.option("--api-key", envvar="KVRETURN_BENCH_API_KEY", show_envvar=True, help="Sent as a bearer token.")
 @click.option("--header", "sent", multiple=True, callback=headers, help="NAME: VALUE, for every request. Repeatable.")
 @click.option("--timeout", type=_positive, default=300.0, help="Seconds for one answer.")
 @click.option("--rounds", type=_count, default=3, help="How often both legs are played.")
@@ -82,6 +82,9 @@ _count = click.IntRange(min=1)
 @click.option("--system-tokens", type=click.IntRange(min=0), default=0, help="Of a system prompt that all share.")
 @click.option("--seed", default=0, help="Of all that is drawn.")
 @click.option("--sim-prefill-cache", is_flag=True, help="The simulated P keeps a prefix cache, which nobody else uses.")
+@click.option(
+    "--sim-prefill-rate", type=_positive, default=SimOptions().prefill_rate, help="Tokens/s of the simulated P."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--html", type=Output(*PAGES), help="Write a report with plots, in one file.")
 @click.option("--plot", "picture", type=Output(*PICTURES), help="Write the plots only.")
@@ -182,7 +185,7 @@ def _ground(more: dict[str, Any], given: set[str], manner: Manner, logs: deque[s
             find_envoy()  # before all the nodes are started in vain
         except ProcessError as e:
             raise click.ClickException(str(e)) from None
-        options = SimOptions(prefill_cache=more["sim_prefill_cache"])
+        options = SimOptions(prefill_cache=more["sim_prefill_cache"], prefill_rate=more["sim_prefill_rate"])
         return partial(on_sim, options, manner, lambda name, line: logs.append(f"{name}: {line}"), starting)
     url, model = more["url"], more["model"]
     if not (url and model):

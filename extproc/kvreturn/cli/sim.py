@@ -39,6 +39,9 @@ _DEFAULTS = NodeConfig()
 @click.option("--block-size", default=_DEFAULTS.block_size, show_default=True, help="Tokens per KV block.")
 @click.option("--num-blocks", default=_DEFAULTS.num_blocks, show_default=True, help="KV blocks.")
 @click.option("--max-model-len", default=_DEFAULTS.max_model_len, show_default=True, help="Longest sequence in tokens.")
+@click.option(
+    "--data-parallel-size", default=1, show_default=True, help="Engines behind the server, chosen by request header."
+)
 @click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
 @click.option("--bidirectional/--no-bidirectional", default=True, show_default=True, help="bidirectional_kv_xfer.")
 @click.option("--ttl", default=_DEFAULTS.decoder_ttl, show_default=True, help="decoder_kv_blocks_ttl, seconds.")
@@ -72,6 +75,7 @@ def command(
     block_size: int,
     num_blocks: int,
     max_model_len: int,
+    data_parallel_size: int,
     prefix_caching: bool,
     bidirectional: bool,
     ttl: float,
@@ -96,6 +100,7 @@ def command(
             block_size=block_size,
             num_blocks=num_blocks,
             max_model_len=max_model_len,
+            data_parallel_size=data_parallel_size,
             prefix_caching=prefix_caching,
             bidirectional=bidirectional,
             decoder_ttl=ttl,

@@ -4,6 +4,9 @@ import ipaddress
 import re
 
 _LAST_PORT = 65535
+RANK_HEADER = "x-data-parallel-rank"
+"""Request header that chooses one of the engines behind vLLM's server: `--data-parallel-size` (vLLM 0.32.0)."""
+
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -66,3 +69,24 @@ def is_ip(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def seat(address: str, rank: int | None) -> str:
+    """The name of one engine behind an address: `host:port#rank`; the address itself where there is just one.
+
+    Args:
+        address: `host:port` of the server.
+        rank: data-parallel rank of the engine, None if the server has one engine, or if the rank does not matter.
+    """
+    return address if rank is None else f"{address}#{rank}"
+
+
+def split_seat(name: str) -> tuple[str, int | None]:
+    """The address and the data-parallel rank of what `seat` has named."""
+    address, _, rank = name.partition("#")
+    return address, int(rank) if rank.isdecimal() else None
+
+
+def host_of(name: str) -> str:
+    """The host of an address, or of what `seat` has named."""
+    return split_address(split_seat(name)[0])[0]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvreturn.core.address import split_address
+from kvreturn.core.address import host_of
 from kvreturn.core.capture import Capture
 from kvreturn.core.handle import Handle, HandleError, read_handle
 from kvreturn.core.jsontext import ObjectText
@@ -30,6 +30,8 @@ def leave(turn: "Turn", capture: Capture, decode_node: str | None) -> Put | None
     assert turn.trail
     node = decode_node or turn.decode_node
     handle = _handle(capture, node)
+    if node and handle:
+        node = turn.judge.decoded(node, handle.engine)
     reason = Outcome.NO_HANDLE_FROM_DECODE
     if turn.prompt.choices > 1:
         reason = Outcome.MULTIPLE_CHOICES  # a stock D has pinned the blocks of some choice
@@ -52,7 +54,7 @@ def leave(turn: "Turn", capture: Capture, decode_node: str | None) -> Put | None
 
 def _handle(capture: Capture, node: str | None) -> Handle | None:
     try:
-        return read_handle(capture.handle, split_address(node)[0] if node else None) if capture.handle else None
+        return read_handle(capture.handle, host_of(node) if node else None) if capture.handle else None
     except HandleError:
         return None
 

@@ -83,9 +83,8 @@ class PrefillLeg(_Leg):
             return Forward(self.body.text)
         self._cold = True
         self.attached = yield from self._find()
-        put = self._put(self.attached) if self.attached else {}
-        text = self.body.edit(put=put) if put else self.body.text
-        return Forward(text, self.prefill_node, SLACK_TOKENS if self._hinted else None)
+        text = self.body.edit(put=self._put(self.attached)) if self.attached else self.body.text
+        return Forward(text, self.prefill_node, SLACK_TOKENS[self._hinted])
 
     def _put(self, attached: Attached) -> dict[str, bytes]:
         """The members of the body that carry the handle."""
@@ -115,7 +114,7 @@ class PrefillLeg(_Leg):
         """
         assert self.attached
         if status in {_SERVER_ERRORS, _GATEWAY_TIMEOUT}:  # with others, P never saw it, so that D is not to blame
-            self._judge.read_failed(self.attached.handle, hung=status == _GATEWAY_TIMEOUT)
+            self.judge.read_failed(self.attached.handle, hung=status == _GATEWAY_TIMEOUT)
         self.facts.outcome, self.facts.detail = Outcome.READ_FAILED, str(status)
         self.facts.retries += 1
         self.attached = None
@@ -164,13 +163,27 @@ class DecodeLeg(_Leg):
             self._known, self.taken = True, recalled
             self.decode_node, self.prefill_node = note.decode_node, note.prefill_node
             self.facts.prefill.prompt = note.prompt
-        return Forward(self.body.text, self.decode_node)
+        assert self.prompt
+        keep = self._known and self.reads_later and self.prompt.choices == 1
+        return Forward(self.body.text if keep else self._unkept(params), self.decode_node)
+
+    def _unkept(self, params: Mapping[str, Any]) -> bytes:
+        """The body, with the word for our connector on D that nobody will come back for its blocks."""
+        report = params.get(wire.MEMBER)
+        member = {"v": wire.VERSION, **(report if isinstance(report, dict) else {}), "keep": False}
+        put = {wire.MEMBER: json.dumps(member, separators=(",", ":")).encode()}
+        return self.body.edit(put={PARAMS: ObjectText(self.theirs).edit(put=put)})
 
     def settle(self, capture: Capture, decode_node: str | None) -> Put | None:
         """See `Turn.settle`."""
         put = super().settle(capture, decode_node)
-        if put is None or self._known or put.record.handle is None:
+        if put is None or put.record.handle is None or (self._known and self._counted_alike):
             return put
         self.facts.captured = False
         self.spare.append(put.record)
         return replace(put, record=replace(put.record, handle=None, reason=Outcome.UNPROVEN))
+
+    @property
+    def _counted_alike(self) -> bool:
+        """Whether P and D, which both tokenize, got as many tokens, as far as they tell: a template may have a date."""
+        return self.answer.usage.prompt in {None, self.facts.prefill.prompt}

@@ -147,8 +147,8 @@ class SessionStore(Protocol):
 class Judge(Protocol):
     """What is known of nodes."""
 
-    def objection(self, record: Record, handle: Handle) -> Outcome | None:
-        """Why this handle should not be attached now, or None."""
+    def objection(self, record: Record, handle: Handle, age: float | None = None) -> Outcome | None:
+        """Why this handle, captured so many seconds ago, should not be attached now, or None."""
 
     def read_failed(self, handle: Handle, *, hung: bool = False) -> None:
         """A request that carried this handle failed on P."""
@@ -158,6 +158,9 @@ class Judge(Protocol):
 
     def prefilled(self, node: str, engine: str, *, proves: bool) -> None:
         """P answered. `engine` is its engine id, which changes with a restart; `proves`: it runs our connector."""
+
+    def decoded(self, node: str, engine: str) -> str:
+        """D answered with a handle of this engine. Returns the engine's place: the node, or one rank of it."""
 
 
 class Failure(Enum):

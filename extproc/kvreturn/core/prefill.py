@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvreturn.core import wire
-from kvreturn.core.address import is_local, split_address
+from kvreturn.core.address import host_of, is_local
 from kvreturn.core.api.base import API, Usage, is_count
 from kvreturn.core.handle import PARAMS
 from kvreturn.core.jsontext import JSONTextError, ObjectText
@@ -100,7 +100,7 @@ def read_prefill(reply: Reply, api: API) -> PrefillAnswer | PrefillError:
     host = obj.get("remote_host")
     if reply.node and isinstance(host, str) and is_local(host):
         # vLLM's default is `localhost`, which names no machine to D (protocol.md, "Addresses").
-        params = text.edit(put={"remote_host": json.dumps(split_address(reply.node)[0]).encode()})
+        params = text.edit(put={"remote_host": json.dumps(host_of(reply.node)).encode()})
     try:
         report = wire.load_report(obj.get(wire.MEMBER))
     except wire.WireError:

@@ -6,6 +6,7 @@ And what it may not leave out: whose the request is, for the engines' prefix cac
 import json
 from collections.abc import Iterable
 
+from kvreturn.core.address import RANK_HEADER
 from kvreturn.core.api.base import API, BadRequestError, load
 from kvreturn.core.capture import HIDDEN
 from kvreturn.core.fingerprint import Scope
@@ -36,7 +37,7 @@ _ROUTING_HEADERS = frozenset(
         "x-llm-d-model-name-rewrite",
         "x-gateway-model-name-rewrite",
         "x-session-token",
-        "x-data-parallel-rank",  # vLLM
+        RANK_HEADER,
         "x-worker-instance-id",  # Dynamo's older names
         "x-prefill-instance-id",
         "x-dp-rank",

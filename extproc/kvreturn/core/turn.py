@@ -42,9 +42,9 @@ from kvreturn.core.ports import (
 from kvreturn.core.prefill import PrefillAnswer, PrefillError, read_prefill
 from kvreturn.core.scrub import scrub_body, stamped
 
-# How much busier than the idlest node one may be that is chosen only because the session was there last: its cache
-# spares part of a prompt at best. In tokens on P, in requests on D.
-SLACK_TOKENS, _SLACK_REQUESTS = 16_384, 4
+# How much busier than the idlest node one may be that the conversation was on last, and one that only its session was:
+# that one's cache spares part of a prompt at best. In tokens on P, in requests on D.
+SLACK_TOKENS, _SLACK_REQUESTS = (131_072, 16_384), (16, 4)
 _TOKENIZE_SECONDS = 2.0  # /tokenize took 27 ms for 8,800 tokens; a node that takes longer is no help
 _BAD = 400, "BadRequestError", "refused"
 _TOO_LONG = 413, "RequestEntityTooLarge", "history"
@@ -89,7 +89,7 @@ class Turn:
         self._hinted = False  # the nodes are those that the session used last: no reason to wait for them
         self._scope = scope
         self._policy_for = policy
-        self._judge = judge
+        self.judge = judge
         self._settled = False
 
     # --- the request ---
@@ -188,7 +188,7 @@ class Turn:
             handle = read_handle(raw)
         except HandleError:
             raise Objection(Outcome.UNPROVEN, "malformed") from None
-        objection = self._judge.objection(record, handle)
+        objection = self.judge.objection(record, handle, self.taken.age)
         if objection or handle.tokens < self.policy.min_tokens:
             raise Objection(objection or Outcome.BELOW_THRESHOLD)
         return handle
@@ -227,7 +227,7 @@ class Turn:
             if attached:
                 # If P never saw the handle, or refused to look at it, D is not to blame.
                 if answer.failure is not Failure.CONNECT and not answer.refusal:
-                    self._judge.read_failed(attached.handle, hung=answer.failure is Failure.TIMEOUT)
+                    self.judge.read_failed(attached.handle, hung=answer.failure is Failure.TIMEOUT)
                 self.facts.outcome, self.facts.detail = Outcome.READ_FAILED, answer.reason
                 attached = None
             self.facts.retries += 1
@@ -261,7 +261,7 @@ class Turn:
             prefer=self.prefill_node if self.prefill_node != avoid else None,
             avoid=avoid,
             last=last,
-            slack=SLACK_TOKENS if self._hinted else None,
+            slack=SLACK_TOKENS[self._hinted],
         )
         return read_prefill(expect(Reply, (yield ask)), self.api)
 
@@ -270,7 +270,7 @@ class Turn:
         expected, self.prefill_node, self.engine = self.prefill_node, answer.node, answer.engine
         self.facts.prefill = answer.usage
         if answer.node:
-            self._judge.prefilled(answer.node, answer.engine, proves=answer.report is not None)
+            self.judge.prefilled(answer.node, answer.engine, proves=answer.report is not None)
         if answer.report or not attached:
             self.facts.local = answer.local
         self.prompt_ids = answer.prompt_ids if self.prompt.identifiable else answer.reported_ids
@@ -278,7 +278,7 @@ class Turn:
             assert self.taken.record
             self.facts.grade_returned(self.taken.record.prompt, moved=answer.node != expected)
         if attached:
-            self._judge.read_succeeded(attached.handle)
+            self.judge.read_succeeded(attached.handle)
             counted = answer.usage.prompt
             if attached.prompt is not None and counted is not None and counted != len(attached.prompt):
                 # P's prompt is not the one that was proven, so what it read may not be this prompt's prefix.
@@ -300,7 +300,7 @@ class Turn:
 
     @property
     def _slack(self) -> int | None:
-        return _SLACK_REQUESTS if self._hinted else None
+        return None if self.decode_node is None else _SLACK_REQUESTS[self._hinted]
 
     @property
     def reads_later(self) -> bool:

@@ -76,8 +76,9 @@ class Node:
 
 
 def pools(settings: Settings) -> dict[Side, list[str]]:
-    """The addresses of the nodes, by pool."""
-    return {"prefill": settings.pools.prefill, "decode": settings.pools.decode}
+    """The addresses of the nodes, by pool, as far as the settings name them."""
+    sources = settings.pools.sources
+    return {"prefill": sources["prefill"].listed, "decode": sources["decode"].listed}
 
 
 @dataclass(slots=True)

@@ -97,8 +97,8 @@ def _pool(name: str, pool: Sequence[str], statuses: Sequence[Mapping[str, Any]])
     check = "envoy.nodes"
     known = {address: status.get("health_status", {}) for status in statuses if (address := _address(status))}
     ours = {address for address in pool if is_ip(split_address(address)[0])}
-    if len(ours) < len(pool):
-        yield skipped(check, "host names in the pool: Envoy shows what they resolve to", name)
+    if len(ours) < len(pool) or not pool:
+        yield skipped(check, "host names or discovery in the pool: Envoy shows what they lead to", name)
     else:
         missing, strange = sorted(ours - known.keys()), sorted(known.keys() - ours)
         for what in [f"Envoy does not know {', '.join(missing)}"] * bool(missing) + [

@@ -13,7 +13,7 @@ from kvreturn.envoy.clusters import bind_address, node_cluster, router_cluster
 from kvreturn.envoy.filters import message_timeout, router_listens
 from kvreturn.envoy.listeners import client_listener, orchestrated_listeners, prefill_listener
 from kvreturn.envoy.ports import is_ip, is_loopback
-from kvreturn.envoy.protos import Any, bootstrap_pb, connections_pb, overload_pb
+from kvreturn.envoy.protos import Any, bootstrap_pb, connections_pb, core_pb, overload_pb
 
 _MAX_MESSAGE_TIMEOUT = 3600  # Envoy refuses a longer one
 _MAX_CLIENT_CONNECTIONS = 10_000
@@ -31,14 +31,16 @@ def build(settings: Settings) -> bootstrap_pb.Bootstrap:
     """
     _check(settings)
     health = settings.envoy.health_check_path
-    pools = settings.pools
+    told = settings.endpoints == "router"
+    decode, prefill = (None if told else settings.pools.sources[kind].listed for kind in ("decode", "prefill"))
     limit = connections_pb.DownstreamConnectionsConfig(max_active_downstream_connections=_MAX_CLIENT_CONNECTIONS)
     return bootstrap_pb.Bootstrap(
+        node=core_pb.Node(id="kvreturn", cluster="kvreturn") if told else None,  # who asks routers for endpoints
         static_resources=bootstrap_pb.BootstrapStaticResources(
             listeners=[client_listener(settings), prefill_listener(settings), *orchestrated_listeners(settings)],
             clusters=[
-                node_cluster(names.DECODE_CLUSTER, pools.decode, names.DECODE_NODE_KEY, health),
-                node_cluster(names.PREFILL_CLUSTER, pools.prefill, names.PREFILL_NODE_KEY, health),
+                node_cluster(names.DECODE_CLUSTER, decode, names.DECODE_NODE_KEY, health),
+                node_cluster(names.PREFILL_CLUSTER, prefill, names.PREFILL_NODE_KEY, health),
                 router_cluster(router_listens(settings)),
             ],
         ),
@@ -100,12 +102,13 @@ def warnings(settings: Settings) -> list[str]:
             f"the router listens on {settings.listen} without TLS: whoever reaches it takes part in turns. Keep it on "
             "a loopback address or a Unix socket where Envoy runs on the same machine."
         )
-    for pool, nodes in (("prefill", settings.pools.prefill), ("decode", settings.pools.decode)):
+    for pool, source in settings.pools.sources.items():
+        nodes = source.static
         named = [n for n in nodes if not is_ip(split_address(n)[0])]
-        if named and len(nodes) > 1:
+        if named and len(nodes) > 1 and settings.endpoints == "bootstrap":
             found.append(
                 f"pools.{pool} has host names ({', '.join(named)}): Envoy finds a node by its IP address only, so it "
-                "chooses among them itself unless the router knows the address."
+                "chooses among them itself unless the router knows the address. Set envoy.endpoints: router."
             )
     return found
 

@@ -27,6 +27,9 @@ _PARALLEL = 16_384
 # uvicorn closes a kept connection after 5 s (VLLM_HTTP_TIMEOUT_KEEP_ALIVE). A request that Envoy writes in that moment
 # would be lost, and Envoy may not retry it. So Envoy closes first.
 _NODE_IDLE = timedelta(seconds=4)
+# For so long Envoy does not listen at all when it starts and no router tells it any node.
+_FIRST_ENDPOINTS = timedelta(seconds=5)
+_MAY_BE_NAMED = [core_pb.HealthStatus[s] for s in ("UNKNOWN", "HEALTHY", "DEGRADED", "DRAINING")]
 
 
 def bind_address(address: str) -> core_pb.Address:
@@ -43,20 +46,28 @@ def bind_address(address: str) -> core_pb.Address:
     return core_pb.Address(socket_address=core_pb.SocketAddress(address=host, port_value=port))
 
 
-def node_cluster(name: str, nodes: Sequence[str], metadata_key: str, health_check_path: str) -> cluster_pb.Cluster:
+def node_cluster(
+    name: str, nodes: Sequence[str] | None, metadata_key: str, health_check_path: str
+) -> cluster_pb.Cluster:
     """A pool of vLLM nodes, of which dynamic metadata may name one.
 
     Args:
         name: the cluster's name.
-        nodes: `host:port` of each node.
+        nodes: `host:port` of each node; None to have a router tell them.
         metadata_key: key within the metadata namespace `kvreturn`; its value is the node's `ip:port`.
         health_check_path: path that answers 200 on a node that can serve.
     """
-    cluster = _cluster(name, nodes, timedelta(seconds=2))
+    cluster = _cluster(name, nodes or [], timedelta(seconds=2))
     cluster.load_balancing_policy = _named_node_else_least_request(metadata_key)
     # Envoy ignores health altogether once less than half of a pool is healthy; in a pool of three that would send two
     # thirds of the traffic to dead nodes. Here it does so only if no node at all is healthy.
-    cluster.common_lb_config = cluster_pb.ClusterCommonLbConfig(healthy_panic_threshold=type_pb.Percent(value=1))
+    cluster.common_lb_config = cluster_pb.ClusterCommonLbConfig(
+        healthy_panic_threshold=type_pb.Percent(value=1),
+        # A node that drains gets nothing by Envoy's own choice; but the router may send it what only it can answer.
+        override_host_status=None if nodes else core_pb.HealthStatusSet(statuses=_MAY_BE_NAMED),
+    )
+    if nodes is None:
+        _told_by_router(cluster)
     cluster.health_checks = [
         core_pb.HealthCheck(
             timeout=timedelta(seconds=3),
@@ -79,6 +90,27 @@ def node_cluster(name: str, nodes: Sequence[str], metadata_key: str, health_chec
         )
     )
     return cluster
+
+
+def _told_by_router(cluster: cluster_pb.Cluster) -> None:
+    """Its endpoints come from a router (EDS), over the same connection as its other streams."""
+    cluster.type = cluster_pb.ClusterDiscoveryType.EDS
+    cluster.load_assignment = None
+    cluster.eds_cluster_config = cluster_pb.ClusterEdsClusterConfig(
+        eds_config=core_pb.ConfigSource(
+            resource_api_version=core_pb.ApiVersion.V3,
+            initial_fetch_timeout=_FIRST_ENDPOINTS,
+            api_config_source=core_pb.ApiConfigSource(
+                api_type=core_pb.ApiConfigSourceApiType.GRPC,
+                transport_api_version=core_pb.ApiVersion.V3,
+                grpc_services=[
+                    core_pb.GrpcService(envoy_grpc=core_pb.GrpcServiceEnvoyGrpc(cluster_name=names.ROUTER_CLUSTER))
+                ],
+            ),
+        )
+    )
+    # One that has left is gone at once: else it would stay for as long as it answers health checks.
+    cluster.ignore_health_on_host_removal = True
 
 
 def router_cluster(listens: Sequence[str]) -> cluster_pb.Cluster:

@@ -114,7 +114,7 @@ def prefill_listener(settings: Settings) -> listener_pb.Listener:
         # When a node breaks off its answer, Envoy says so by closing, after this time. Its default is a whole second,
         # which the router's second try would lack.
         delayed_close_timeout=timedelta(milliseconds=50),
-        access_log=[_access_log(but="/metrics")],  # the router looks there every other second, with `return: auto`
+        access_log=[_access_log(legs_only=True)],
         skip_xff_append=True,
         generate_request_id=False,  # the router gives each leg an id of its own
     )
@@ -199,17 +199,17 @@ def _path(prefix: str) -> route_pb.HeaderMatcher:
     return route_pb.HeaderMatcher(name=":path", string_match=matcher_pb.StringMatcher(prefix=prefix))
 
 
-def _access_log(but: str | None = None) -> accesslog_pb.AccessLog:
-    """The access log, but for requests below a path."""
+def _access_log(*, legs_only: bool = False) -> accesslog_pb.AccessLog:
+    """The access log: of all requests, or without the router's looks at nodes (GET /health, /metrics), every second."""
     line = core_pb.SubstitutionFormatString(text_format_source=core_pb.DataSource(inline_string=_ACCESS_LOG))
     return accesslog_pb.AccessLog(
         name="envoy.access_loggers.stdout",
         typed_config=Any.pack(stream_pb.StdoutAccessLog(log_format=line)),
-        filter=None if but is None else _not_below(but),
+        filter=_no_looks() if legs_only else None,
     )
 
 
-def _not_below(prefix: str) -> accesslog_pb.AccessLogFilter:
-    path = _path(prefix)
-    path.invert_match = True
-    return accesslog_pb.AccessLogFilter(header_filter=accesslog_pb.HeaderFilter(header=path))
+def _no_looks() -> accesslog_pb.AccessLogFilter:
+    get = matcher_pb.StringMatcher(exact="GET")
+    header = route_pb.HeaderMatcher(name=":method", string_match=get, invert_match=True)
+    return accesslog_pb.AccessLogFilter(header_filter=accesslog_pb.HeaderFilter(header=header))

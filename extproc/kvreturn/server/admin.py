@@ -14,6 +14,7 @@ from yarl import URL
 
 from kvreturn.core.api.base import error_body
 from kvreturn.server import view
+from kvreturn.server.draining import Draining
 from kvreturn.server.page import POLICY, page
 from kvreturn.server.sessions import Sessions
 from kvreturn.server.world import World
@@ -45,6 +46,7 @@ def admin_app(world: World, host: str) -> web.Application:
     app.router.add_get("/", _page(world))
     app.router.add_get("/kvreturn/{section}", _section(world))
     Sessions(world).add_to(app)
+    Draining(world).add_to(app)
     return app
 
 

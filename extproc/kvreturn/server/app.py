@@ -20,6 +20,7 @@ from kvreturn.config import Settings
 from kvreturn.core.address import split_address
 from kvreturn.envoy.ports import unavailable
 from kvreturn.server.admin import admin_app
+from kvreturn.server.endpoints import EndpointService
 from kvreturn.server.reload import Reloader
 from kvreturn.server.service import SERVICE, ExternalProcessor, server_options
 from kvreturn.server.world import World
@@ -54,6 +55,7 @@ class Router:
         self.world = world
         self.port = 0
         self._service = ExternalProcessor(world)
+        self._endpoints = EndpointService((world.prefill, world.decode))
         self._server = grpc.aio.server(options=server_options(world.settings.limits.request_bytes))
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # grpc-stubs does not know it
         self._web: web.AppRunner | None = None
@@ -66,6 +68,7 @@ class Router:
         """
         settings = self.world.settings
         self._service.add_to(self._server)
+        self._endpoints.add_to(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         check_free({"listen": settings.listen, "admin": settings.admin})
         try:
@@ -85,6 +88,7 @@ class Router:
         """
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(min(_NOTICE, seconds))
+        self._endpoints.close()
         await self._server.stop(seconds)
         await self.world.lifecycle.leave(min(seconds, _FREES))
         await self.world.returns.drain(min(seconds, _RETURNS))
@@ -131,7 +135,7 @@ async def running(settings: Settings) -> AsyncIterator[Router]:
     """A router for as long as the context lasts."""
     world = World.create(settings, tracing=Tracing.from_environ(os.environ))
     export = metrics_export(world.metrics, os.environ)
-    async with world.client, contextlib.aclosing(world.guard), world.lifecycle.presence(), world.pressure:
+    async with world.client, contextlib.aclosing(world.guard), world.lifecycle.presence(), world.nodes, world.pressure:
         router = Router(world)
         try:
             async with export or contextlib.nullcontext(), watching(world.metrics.loop_lag):

@@ -28,7 +28,6 @@ from kvreturn.server.messages import (
     CONTINUE_RESPONSE_BODY,
     CONTINUE_RESPONSE_HEADERS,
     CONTINUE_RESPONSE_TRAILERS,
-    DECODE_NODE,
     Headers,
     Message,
     echo,
@@ -37,6 +36,7 @@ from kvreturn.server.messages import (
     leave,
     read_headers,
     read_upstream,
+    towards,
 )
 from kvreturn.server.record import PREFILL_HEADERS, TurnRecord
 from kvreturn.server.request import LateTrailersError, Mode, RequestSide, TooLargeError, routed
@@ -149,7 +149,7 @@ class Exchange:
         if request and not request.routes_first:
             return request.open()
         go = request.open if request else lambda headers, metadata: [routed(headers, metadata)]
-        return await self._routed(lambda node: go(self._outward(changes), self._metadata(node)))
+        return await self._routed(lambda node: go(self._outward(changes), self._metadata(changes, node)))
 
     def _refusal(self) -> Refuse | None:
         """Why a request is refused for its headers, or for the turns that there are already."""
@@ -225,7 +225,8 @@ class Exchange:
         elif not self._looks:
             self.over = not self._duplex
         body, prefer, slack = decision.body, decision.decode_node, decision.slack
-        return await self._routed(lambda node: request.forward(body, changes, self._metadata(prefer or node, slack)))
+        named = partial(self._metadata, changes, slack=slack)
+        return await self._routed(lambda node: request.forward(body, changes, named(prefer or node)))
 
     async def _routed(self, go: Callable[[str | None], list[Message]]) -> list[Message]:
         """Go to the decode node that has what the request needs: a response, or a prompt that begins with one."""
@@ -246,7 +247,7 @@ class Exchange:
             changes.remove.append("accept-encoding")
         return changes
 
-    def _metadata(self, prefer: str | None, slack: int | None = None) -> list[tuple[str, str]]:
+    def _metadata(self, changes: Headers, prefer: str | None, slack: int | None = None) -> list[tuple[str, str]]:
         """Choose the decode node, and tell Envoy."""
         if not self._looks:
             return []
@@ -254,7 +255,7 @@ class Exchange:
             self._route = self._world.decode.choose(prefer, slack=slack)
             if self._route:
                 self._world.decode.started(self._route, 1)
-        return [(DECODE_NODE, self._route)] if self._route else []
+        return towards(self._route, changes)
 
     def _refuse(self, status: int, text: str, kind: str, details: str) -> list[Message]:
         return self._answer(Refuse(status, self._api.error(text, kind, status), why=details))

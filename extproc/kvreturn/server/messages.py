@@ -25,7 +25,7 @@ from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
     TrailersResponse,
 )
 from kvreturn._proto.envoy.type.v3.http_status_pb2 import HttpStatus
-from kvreturn.core.address import split_address
+from kvreturn.core.address import RANK_HEADER, split_address, split_seat
 
 # Envoy advises at most 64 KiB a message; the rest is for the message around the bytes.
 CHUNK = 62_000
@@ -153,6 +153,26 @@ def with_metadata(answer: ProcessingResponse, values: Iterable[tuple[str, str]])
     if inner.fields:
         answer.dynamic_metadata.fields[METADATA].struct_value.CopyFrom(inner)
     return answer
+
+
+def towards(engine: str | None, changes: Headers, key: str = DECODE_NODE) -> list[tuple[str, str]]:
+    """Send a request to an engine.
+
+    Args:
+        engine: its name in its pool; None to let Envoy choose.
+        changes: to the request's headers; they get the engine's rank, if there are several behind its address.
+        key: of the metadata.
+
+    Returns:
+        The metadata that names the node to Envoy.
+    """
+    if engine is None:
+        return []
+    address, rank = split_seat(engine)
+    if rank is not None:
+        changes.remove = [h for h in changes.remove if h != RANK_HEADER]
+        changes.set[RANK_HEADER] = str(rank)
+    return [(key, address)]
 
 
 _SKIP_ALL = ProcessingMode(

@@ -38,6 +38,7 @@ from kvreturn.server.messages import (
     immediate,
     read_headers,
     read_upstream,
+    towards,
 )
 from kvreturn.server.record import PREFILL_HEADERS, TurnRecord
 from kvreturn.server.request import Mode, RequestSide
@@ -67,7 +68,9 @@ class _LegExchange(Exchange):
         if not request.readable or self._config.response_body_mode == Mode.NONE:
             return self._refuse_setup()
         self._begin(api)
-        return request.open(self._outward(changes), self._metadata(None)) if request.routes_first else request.open()
+        if not request.routes_first:
+            return request.open()
+        return request.open(self._outward(changes), self._metadata(changes, None))
 
     def _own(self) -> Headers:
         return Headers(remove=[name for name in self._headers if name.startswith(OWN_HEADERS)])
@@ -98,8 +101,8 @@ class _LegExchange(Exchange):
         headers = {h: self._headers[h] for h in PREFILL_HEADERS if h in self._headers}
         decision = await drive(self._turn, request.take(), self._world, self._record, headers)
         assert isinstance(decision, Forward)
-        metadata = self._metadata(decision.decode_node, decision.slack)
-        return request.forward(decision.body, self._outward(self._own()), metadata)
+        changes = self._outward(self._own())
+        return request.forward(decision.body, changes, self._metadata(changes, decision.decode_node, decision.slack))
 
 
 class PrefillExchange(_LegExchange):
@@ -128,14 +131,14 @@ class PrefillExchange(_LegExchange):
         changes.remove.append("accept-encoding")  # a compressed answer could not be looked into
         return changes
 
-    def _metadata(self, prefer: str | None, slack: int | None = None) -> list[tuple[str, str]]:
+    def _metadata(self, changes: Headers, prefer: str | None, slack: int | None = None) -> list[tuple[str, str]]:
         if self._chosen is None:
             self._chosen = self._world.prefill.choose(prefer, slack=slack)
             if self._chosen:
                 length = self._headers.get("content-length", "")
                 self._tokens = int(length) // 4 if length.isascii() and length.isdigit() else 0
                 self._world.prefill.started(self._chosen, self._tokens)
-        return [(PREFILL_NODE_KEY, self._chosen)] if self._chosen else []
+        return towards(self._chosen, changes, PREFILL_NODE_KEY)
 
     def close(self) -> None:
         """See `Exchange.close`."""

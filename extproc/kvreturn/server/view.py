@@ -8,12 +8,14 @@ from typing import Any
 
 from kvreturn import __version__
 from kvreturn.config import Settings
+from kvreturn.core.fingerprint import keyed_hash
 from kvreturn.core.ports import Holding
 from kvreturn.server.board import FRESH, REUSED, STEP, TurnView
 from kvreturn.server.world import World
 from kvreturn.settings.types import Section
 from kvreturn.store.errors import StoreError
 from kvreturn.store.url import masked_store_url
+from kvreturn.upstream.pool import Pool
 
 JSON = dict[str, Any]
 SESSIONS = 500
@@ -70,11 +72,18 @@ def _turn(view: TurnView) -> JSON:
 
 
 def pools(world: World) -> JSON:
-    """Nodes, and engines whose handles are not used."""
+    """Nodes, and engines whose handles are not used. Of engines, digests: their ids are part of handles."""
+
+    def engine(name: str) -> str:
+        return keyed_hash(world.key, name.encode())[:4].hex()  # enough to see that it is another one than before
+
+    def nodes(pool: Pool) -> list[JSON]:
+        return [asdict(node) | {"engines": [engine(e) for e in node.engines]} for node in pool.snapshot()]
+
     return {
-        "prefill": [asdict(node) for node in world.prefill.snapshot()],
-        "decode": [asdict(node) for node in world.decode.snapshot()],
-        "breakers_open": world.judge.open_breakers(),
+        "prefill": nodes(world.prefill),
+        "decode": nodes(world.decode),
+        "breakers_open": [engine(e) for e in world.judge.open_breakers()],
     }
 
 

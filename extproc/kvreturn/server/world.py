@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvreturn.config import Settings
+from kvreturn.core.choice import Pressure
 from kvreturn.core.cost import CostModel
 from kvreturn.core.fingerprint import Scope, keyed_hash
 from kvreturn.core.outcome import Outcome
@@ -31,6 +32,7 @@ from kvreturn.telemetry.tracing import Tracing
 from kvreturn.upstream.client import PrefillClient
 from kvreturn.upstream.forms import Forms
 from kvreturn.upstream.judge import NodeJudge
+from kvreturn.upstream.nodes import Nodes
 from kvreturn.upstream.pool import Pool
 from kvreturn.upstream.pressure import PressureWatch
 
@@ -49,11 +51,6 @@ def _folded(credential: str) -> str:
     """A credential without what may be written in several ways: the case of its scheme, and white space."""
     first, *rest = credential.split() or [""]
     return " ".join([first.lower(), *rest]) if rest else first
-
-
-def _watched(settings: Settings) -> tuple[list[str], list[str]]:
-    """Prefill and decode nodes whose state matters."""
-    return (settings.pools.prefill, settings.pools.decode) if settings.any_auto else ([], [])
 
 
 def _new_id() -> str:
@@ -81,6 +78,7 @@ class World:
     cost: CostModel
     judge: NodeJudge
     client: PrefillClient
+    nodes: Nodes
     metrics: Metrics
     key: bytes
     clock: Callable[[], float]
@@ -104,7 +102,10 @@ class World:
         self.board = Board(self.clock)
         self.quota = Quota(self.settings.limits.sessions_per_tenant, self.clock)
         self.admission = Admission(self.settings.limits)
-        self.pressure.told = self.returns.felt
+        self.pressure.told = self._felt
+        for pool in (self.prefill, self.decode):
+            pool.changed.append(self._watch)
+        self._watch()
         for name, doc, value, unit in (
             ("live_turns", "Turns that are being processed.", lambda: self.admission.live, "{turn}"),
             ("returns_waiting", "Eager returns that wait for their turn.", lambda: self.returns.waiting, "{return}"),
@@ -123,18 +124,20 @@ class World:
     ) -> "World":
         """Make everything. `client` must be entered before use."""
         secret = settings.secret.get_secret_value().encode()
-        prefill, decode = Pool(settings.pools.prefill, clock), Pool(settings.pools.decode, clock)
         metrics = Metrics(settings.models)
+        through = settings.envoy.prefill_listen if settings.prefill.via == "envoy" else None
+        nodes = Nodes(settings, metrics, clock, through)
+        prefill, decode = nodes.prefill, nodes.decode
         store = open_store(settings, metrics, clock)
         forms, cost = Forms(), CostModel()
         judge = NodeJudge(decode, forms, cost, settings.breaker, clock)
+        prefill.engines = decode.engines = judge.engines.of
         metrics.watch(
             "breakers_open",
             "Decode engines whose handles are not used.",
             lambda: len(judge.open_breakers()),
             unit="{engine}",
         )
-        through = settings.envoy.prefill_listen if settings.prefill.via == "envoy" else None
         interval = settings.returns.pressure_interval
         return cls(
             settings=settings,
@@ -146,8 +149,9 @@ class World:
             cost=cost,
             judge=judge,
             client=PrefillClient(prefill, through),
+            nodes=nodes,
             tracing=tracing or Tracing(),
-            pressure=PressureWatch(*_watched(settings), through, clock=clock, interval=interval),
+            pressure=PressureWatch((), (), through, clock=clock, interval=interval),
             metrics=metrics,
             # Fingerprints must not tell contents to a reader of the store, so they always have a key.
             key=hmac.digest(secret, b"fingerprints", "sha256") if secret else os.urandom(32),
@@ -159,6 +163,16 @@ class World:
         """Gives the policy for a model's turns, by the settings of this moment: whoever has it keeps them."""
         return partial(policy_for, self.settings)
 
+    def _watch(self) -> None:
+        """Look at the nodes that there are now, if their state matters."""
+        prefill, decode = (self.prefill.addresses(), self.decode.addresses()) if self.settings.any_auto else ((), ())
+        self.pressure.watch(prefill, decode)
+
+    def _felt(self, node: str, pressure: Pressure) -> None:
+        """A node has told how pressed it is, for all of its engines."""
+        for seat in self.decode.seats(node):
+            self.returns.felt(seat, pressure)
+
     def apply(self, settings: Settings) -> None:
         """Go by other settings from now on. Turns under way keep their policy and their limits.
 
@@ -166,9 +180,8 @@ class World:
         same as before.
         """
         self.settings = settings
-        self.prefill.update(settings.pools.prefill)
-        self.decode.update(settings.pools.decode)
-        self.pressure.watch(*_watched(settings))
+        self.nodes.apply(settings)
+        self._watch()
         self.judge.apply(settings.breaker)
         self.guard.apply(settings.store)
         self.quota.apply(settings.limits.sessions_per_tenant)

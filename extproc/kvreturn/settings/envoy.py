@@ -32,6 +32,12 @@ class Envoy(Section):
         description="Two more listeners, `prefill_listen` and `decode_listen`, to which an orchestrator of your own "
         "sends the legs of its turns (docs/roles.md). `{}` for 127.0.0.1:8002 and 127.0.0.1:8003.",
     )
+    endpoints: Literal["router", "bootstrap"] | None = Field(
+        None,
+        description="Who tells Envoy the nodes (docs/pools.md). `bootstrap`: they stand in its bootstrap, and it has "
+        "them while no router runs too. `router`: a router tells them, and each change at once (EDS). None: `router` "
+        "where a pool is discovered, else `bootstrap`.",
+    )
     request_body_mode: Literal["BUFFERED", "FULL_DUPLEX_STREAMED"] = Field(
         "BUFFERED", description="BUFFERED gave the lowest time to first token for bodies of 100 KB to 1 MB."
     )

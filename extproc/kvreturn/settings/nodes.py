@@ -4,14 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvreturn.settings.types import Address, Count, Positive, Section
-
-
-class Pools(Section):
-    """The vLLM nodes."""
-
-    prefill: list[Address] = Field(min_length=1, description="Prefill nodes, `host:port` of their OpenAI server.")
-    decode: list[Address] = Field(min_length=1, description="Decode nodes, `host:port` of their OpenAI server.")
+from kvreturn.settings.types import Count, Positive, Section
 
 
 class Prefill(Section):
@@ -41,3 +34,14 @@ class Breaker(Section):
 
     failures: Count = Field(5, description="So many failed reads of one engine's handles within `window` open it.")
     window: Positive = Field(60.0, description="Seconds over which failures count, and for which it stays open.")
+
+
+class Health(Section):
+    """Health checks of the nodes by the router; Envoy has its own (docs/pools.md)."""
+
+    path: str = Field("/health", pattern="^/", description="Path that answers 200 on a node that can serve.")
+    interval: Positive = Field(5.0, description="Seconds between two checks of a node.")
+    timeout: Positive = Field(2.0, description="Seconds that a check may take.")
+    errors: Count = Field(
+        5, description="Prefill legs that a node answers with 5xx in a row; then it is out until a check says yes."
+    )

@@ -22,7 +22,7 @@ from kvreturn.sim.tokenizer import VOCAB_SIZE, decode
 async def chat(request: web.Request) -> web.StreamResponse:
     """Handle one request."""
     node = request.app[NODE]
-    engine = node.engine
+    engine = node.engine_for(request.headers)
     body = validate(ChatRequest, parse_json(await request.read()))
     body.check()
     try:

@@ -22,7 +22,7 @@ _DEFAULT_MAX_TOKENS = 16
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """Handle one request."""
-    engine = request.app[NODE].engine
+    engine = request.app[NODE].engine_for(request.headers)
     body = validate(CompletionRequest, parse_json(await request.read()))
     body.check()
     try:

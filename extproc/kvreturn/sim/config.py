@@ -84,7 +84,8 @@ class NodeConfig:
         scheduling_policy: vLLM's `--scheduling-policy`: `priority` heeds the requests' `priority`.
         decoder_ttl: vLLM's `decoder_kv_blocks_ttl`, seconds for which D keeps blocks for P.
         side_host: what handles name as `remote_host` (vLLM's `VLLM_NIXL_SIDE_CHANNEL_HOST`).
-        side_port: side channel port; 0 takes a free one.
+        side_port: side channel port, of rank 0 if there are several; 0 takes a free one.
+        data_parallel_size: engines behind one API server (vLLM's `--data-parallel-size`).
         retention_budget: share of the blocks that D's pins may keep with kvreturn's connector, 0 to 1.
         secret: for the digests and MACs of kvreturn handles; empty for none.
         allowed_peers: hosts that kvreturn's connector may contact; None for all.
@@ -115,6 +116,7 @@ class NodeConfig:
     retention_budget: float = 0.5
     side_host: str = "localhost"
     side_port: int = 0
+    data_parallel_size: int = 1
     secret: bytes = field(default=b"", repr=False)
     allowed_peers: tuple[str, ...] | None = None
     timing: Timing = Timing()
@@ -128,6 +130,8 @@ class NodeConfig:
         """
         if self.template not in TEMPLATES:
             raise ValueError(f"template {self.template!r} is none of {', '.join(TEMPLATES)}")
+        if self.data_parallel_size < 1:
+            raise ValueError("data_parallel_size must be positive")
         if self.block_size < 1 or self.max_model_len < 1:
             raise ValueError("block_size and max_model_len must be positive")
         if not 0.0 <= self.retention_budget <= 1.0:

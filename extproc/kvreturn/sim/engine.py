@@ -37,10 +37,11 @@ class Engine:
         clock: time.
         fabric: the way to peers.
         address: the own side channel, as handles name it.
+        name: its id.
     """
 
-    def __init__(self, config: NodeConfig, clock: Clock, fabric: Fabric, address: Address) -> None:
-        self.id = str(uuid4())
+    def __init__(self, config: NodeConfig, clock: Clock, fabric: Fabric, address: Address, name: str) -> None:
+        self.id = name
         self.config = config
         self.clock = clock
         self.fabric = fabric

@@ -110,7 +110,8 @@ async def _detokenize(request: web.Request) -> web.Response:
 
 async def _reset_prefix_cache(request: web.Request) -> web.Response:
     """Real nodes have this in vLLM's development mode only."""
-    return serving.json_response({"success": request.app[NODE].engine.pool.forget()})
+    done = [rank.engine.pool.forget() for rank in request.app[NODE].ranks]
+    return serving.json_response({"success": all(done)})
 
 
 async def _models(request: web.Request) -> web.Response:
@@ -135,7 +136,7 @@ async def _models(request: web.Request) -> web.Response:
 
 
 async def _health(request: web.Request) -> web.Response:
-    alive = request.app[NODE].stats.engine_alive
+    alive = all(rank.engine.stats().engine_alive for rank in request.app[NODE].ranks)
     return web.Response(status=HTTPStatus.OK if alive else HTTPStatus.SERVICE_UNAVAILABLE)
 
 
@@ -144,6 +145,6 @@ async def _version(_request: web.Request) -> web.Response:
 
 
 async def _metrics(request: web.Request) -> web.Response:
-    engine = request.app[NODE].engine
-    text = exposition(engine.config, engine.stats(), engine.block_use())
+    engines = [rank.engine for rank in request.app[NODE].ranks]
+    text = "".join(exposition(e.config, e.stats(), e.block_use(), str(i)) for i, e in enumerate(engines))
     return web.Response(text=text, content_type="text/plain")

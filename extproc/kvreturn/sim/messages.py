@@ -43,7 +43,7 @@ class MessagesRequest(BaseModel):
 
 async def messages(request: web.Request) -> web.StreamResponse:
     """Handle one request."""
-    engine = request.app[NODE].engine
+    engine = request.app[NODE].engine_for(request.headers)
     asked = validate(MessagesRequest, parse_json(await request.read()))
     try:
         body = validate(ChatRequest, _chat(asked))

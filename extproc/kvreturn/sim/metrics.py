@@ -4,9 +4,9 @@ from kvreturn.sim.config import NodeConfig
 from kvreturn.sim.stats import BlockUse, NodeStats
 
 
-def exposition(config: NodeConfig, stats: NodeStats, use: BlockUse) -> str:
+def exposition(config: NodeConfig, stats: NodeStats, use: BlockUse, engine: str = "0") -> str:
     """Prometheus text format."""
-    labels = f'engine="0",model_name="{config.model}"'
+    labels = f'engine="{engine}",model_name="{config.model}"'
     lines: list[str] = []
 
     def family(name: str, kind: str, *samples: tuple[str, str, float]) -> None:
@@ -59,7 +59,7 @@ def exposition(config: NodeConfig, stats: NodeStats, use: BlockUse) -> str:
         counter("kvreturn_early_releases", stats.early_releases)
         counter("kvreturn_pins_refused", stats.refused_pins)
     cache = (
-        f'block_size="{config.block_size}",enable_prefix_caching="{config.prefix_caching}",engine="0",'
+        f'block_size="{config.block_size}",enable_prefix_caching="{config.prefix_caching}",engine="{engine}",'
         f'num_gpu_blocks="{config.num_blocks}"'
     )
     lines += ["# TYPE vllm:cache_config_info gauge", f"vllm:cache_config_info{{{cache}}} 1.0"]

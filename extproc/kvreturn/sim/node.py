@@ -3,18 +3,21 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from uuid import uuid4
 
 from aiohttp import web
 
 from kvreturn.sim.clock import Clock, RealClock
 from kvreturn.sim.config import NodeConfig
 from kvreturn.sim.engine import Engine
-from kvreturn.sim.fabric import Address, Fabric, HttpFabric, Identity
+from kvreturn.sim.errors import ApiError
+from kvreturn.sim.fabric import Address, Fabric, HttpFabric
 from kvreturn.sim.faults import Faults
 from kvreturn.sim.http import application
-from kvreturn.sim.serving import NODE
+from kvreturn.sim.rank import Rank
+from kvreturn.sim.serving import NODE, RANK_HEADER
 from kvreturn.sim.stats import BlockUse, NodeStats
 
 _SHUTDOWN = 0.2  # seconds that open requests get before they are cut
@@ -47,6 +50,7 @@ class SimNode:
         config: its settings.
         clock: time.
         faults: what is to go wrong.
+        ranks: its engines (vLLM's `--data-parallel-size`).
         requests: the latest requests, oldest first.
         created: Unix time of the start.
     """
@@ -59,16 +63,29 @@ class SimNode:
         self.created = int(time.time())
         self._own_fabric = fabric is None
         self._fabric: Fabric = fabric if fabric is not None else HttpFabric()
-        self._address = Address(config.side_host, config.side_port)
-        self._engine: Engine | None = None
+        # One port after the other, as vLLM's NIXL connector has them (base port + rank); any port where it may be any.
+        ports = [config.side_port and config.side_port + i for i in range(config.data_parallel_size)]
+        self.ranks = [Rank(Address(config.side_host, port)) for port in ports]
         self._runner: web.AppRunner | None = None
 
     @property
     def engine(self) -> Engine:
-        """The engine that lives now."""
-        if self._engine is None:
-            raise RuntimeError("the node is not running: await start() first")
-        return self._engine
+        """The engine that lives now; of several, that of rank 0."""
+        return self.ranks[0].engine
+
+    def engine_for(self, headers: Mapping[str, str]) -> Engine:
+        """The engine that a request goes to: the rank that it names, else the one with the fewest requests.
+
+        Raises:
+            ApiError: there is no such rank.
+        """
+        try:
+            rank = int(headers.get(RANK_HEADER, ""))
+        except ValueError:
+            return min((r.engine for r in self.ranks), key=lambda e: e.stats().running + e.stats().waiting)
+        if not 0 <= rank < len(self.ranks):
+            raise ApiError(f"data_parallel_rank {rank} is out of range [0, {len(self.ranks)}).")
+        return self.ranks[rank].engine
 
     @property
     def stats(self) -> NodeStats:
@@ -86,8 +103,9 @@ class SimNode:
             The base URL, without a slash at its end.
         """
         if self.config.role != "single":
-            self._address = await self._fabric.serve(self, self._address)
-        self._engine = Engine(self.config, self.clock, self._fabric, self._address)
+            for rank in self.ranks:
+                rank.address = await self._fabric.serve(rank, rank.address)
+        self.restart()
         app = application()
         app[NODE] = self
         # A client that leaves cancels its handler: that is how vLLM aborts a request.
@@ -99,41 +117,26 @@ class SimNode:
 
     async def stop(self) -> None:
         """Break all connections and stop listening."""
-        if self._engine is not None:
-            self._engine.drop()
+        for rank in self.ranks:
+            rank.replace(None)
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-        await self._fabric.withdraw(self._address)
+        for rank in self.ranks:
+            await self._fabric.withdraw(rank.address)
         if self._own_fabric:
             await self._fabric.close()
 
     def restart(self) -> None:
         """As if the process had been replaced: a new engine id at the same addresses, nothing kept."""
-        self.engine.drop()
-        self._engine = Engine(self.config, self.clock, self._fabric, self._address)
+        start, many = str(uuid4()), len(self.ranks) > 1
+        for i, rank in enumerate(self.ranks):
+            name = f"{start}_dp{i}" if many else start
+            rank.replace(Engine(self.config, self.clock, self._fabric, rank.address, name))
 
     def remember(self, path: str, headers: Mapping[str, str], body: bytes) -> None:
         """Note a request."""
         self.requests.append(Asked(path, {name.lower(): value for name, value in headers.items()}, body))
-
-    # --- fabric.SideChannel: the address outlives engines ---
-
-    def identity(self) -> Identity:
-        """See `fabric.SideChannel`."""
-        return self.engine.identity()
-
-    def read(self, engine_id: str, blocks: Sequence[int], request_id: str, *, held_only: bool) -> bytes:
-        """See `fabric.SideChannel`."""
-        return self.engine.read(engine_id, blocks, request_id, held_only=held_only)
-
-    def notify(self, engine_id: str, request_id: str) -> bool:
-        """See `fabric.SideChannel`."""
-        return self.engine.notify(engine_id, request_id)
-
-    def heartbeat(self, engine_id: str, request_id: str) -> bool:
-        """See `fabric.SideChannel`."""
-        return self.engine.heartbeat(engine_id, request_id)
 
 
 async def run_node(

@@ -30,6 +30,7 @@ omit_params: ContextVar[bool] = ContextVar("omit_params", default=False)
 FINGERPRINT = "vllm-0.32.0-kvreturn-sim"
 REQUEST_ID_HEADER = "X-Request-Id"
 PRIORITY_HEADER = "X-Vllm-Priority"
+RANK_HEADER = "X-data-parallel-rank"
 
 Json = dict[str, Any]
 

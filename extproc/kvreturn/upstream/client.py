@@ -8,6 +8,7 @@ from typing import Self
 
 import aiohttp
 
+from kvreturn.core.address import RANK_HEADER, split_seat
 from kvreturn.core.ports import Ask, Failure, Reply
 from kvreturn.envoy.names import NODE_HEADER, ONLY_HEADER, UPSTREAM_HEADER
 from kvreturn.upstream.pool import Pool
@@ -17,12 +18,12 @@ _FIRST_SHARE = 0.5  # of the time for the leg: what is left is for the cold retr
 _CONNECT = 2.0  # seconds for the TCP handshake
 _BODY_LIMIT = 64 << 20
 _IN_ONE_PIECE = 1 << 20  # larger request bodies are written bit by bit, so that other streams get their turn
-_OK = 200
+_OK, _FAILURE = 200, 500
 _EVENT_END = b"\n\n"
 # vLLM's server drops idle connections after 5 s (uvicorn's timeout_keep_alive): let go of ours before.
 _KEEPALIVE = 4.0
 # How Envoy says that it could not reach the node (access log flags UF, UH, URX): no answer of the node's own.
-_ENVOY_LOCAL = (b"upstream connect error", b"no healthy upstream")
+ENVOY_LOCAL = (b"upstream connect error", b"no healthy upstream")
 
 
 class PrefillClient:
@@ -83,15 +84,17 @@ class PrefillClient:
             # Without outstanding tokens a node that hangs would look like the idlest one, turn after turn.
             self._missed(node, ask)
             return Reply(node, failure=Failure.TIMEOUT)
-        except (aiohttp.ClientError, OSError):
-            self._missed(node, ask)
+        except (aiohttp.ClientError, OSError) as e:
+            if not (self._through and isinstance(e, aiohttp.ClientConnectorError)):  # else it is Envoy that is away
+                self._missed(node, ask)
             return Reply(node, failure=Failure.CONNECT)
         finally:
             self._pool.finished(node, ask.tokens)
-        if self._through and reply.status == 503 and reply.body.startswith(_ENVOY_LOCAL):  # noqa: PLR2004
+        if self._through and reply.status == 503 and reply.body.startswith(ENVOY_LOCAL):  # noqa: PLR2004
             self._missed(node, ask)
             return Reply(node, failure=Failure.CONNECT)
-        self._pool.reachable(node)
+        # A refusal is as good an answer as any. Who answers is told: Envoy may have chosen another one.
+        (self._pool.failed if reply.status >= _FAILURE else self._pool.reachable)(reply.node or node)
         return reply
 
     def _missed(self, node: str, ask: Ask) -> None:
@@ -102,11 +105,14 @@ class PrefillClient:
     async def _post(self, node: str, ask: Ask, headers: Mapping[str, str]) -> Reply:
         assert self._session
         send = {**headers, "content-type": "application/json"}
+        address, rank = split_seat(node)
+        if rank is not None:
+            send[RANK_HEADER] = str(rank)
         if self._through:
-            send[NODE_HEADER] = node
+            send[NODE_HEADER] = address
             if ask.only:
                 send[ONLY_HEADER] = "1"
-        url = f"http://{self._through or node}{ask.path}"
+        url = f"http://{self._through or address}{ask.path}"
         data = io.BytesIO(ask.body) if len(ask.body) > _IN_ONE_PIECE else ask.body
         async with self._session.post(url, data=data, headers=send, allow_redirects=False) as response:
             body = bytearray()
@@ -118,7 +124,7 @@ class PrefillClient:
                 if len(body) > _BODY_LIMIT:
                     raise aiohttp.ClientPayloadError("answer of a prefill node is over 64 MiB")
             # Envoy may have chosen another node than the one we asked for, if that one is down.
-            upstream = response.headers.get(UPSTREAM_HEADER) if self._through else None
+            upstream = response.headers.get(UPSTREAM_HEADER, address) if self._through else address
             content_type = response.headers.get("content-type", "application/octet-stream")
             told = {h: response.headers[h] for h in _TOLD if h in response.headers}
-            return Reply(upstream or node, response.status, bytes(body), content_type, headers=told)
+            return Reply(self._pool.seat(upstream, rank), response.status, bytes(body), content_type, headers=told)

@@ -8,6 +8,7 @@ from kvreturn.core.handle import Handle
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Record
 from kvreturn.settings.nodes import Breaker
+from kvreturn.upstream.engines import Engines, rank_of
 from kvreturn.upstream.forms import Forms
 from kvreturn.upstream.pool import Pool
 
@@ -23,6 +24,9 @@ class NodeJudge:
         cost: knows what reading and computing take.
         breaker: when failed reads of one engine's handles stop the use of its handles.
         clock: monotonic seconds.
+
+    Attributes:
+        engines: which engine lives where.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class NodeJudge:
         self._forms = forms
         self._cost = cost
         self._clock = clock
+        self.engines = Engines(clock)
         self._failed: dict[str, deque[float]] = {}
         self.apply(breaker)
 
@@ -41,9 +46,10 @@ class NodeJudge:
         self._window = breaker.window
         self._failed = {engine: deque(times, breaker.failures) for engine, times in self._failed.items()}
 
-    def objection(self, record: Record, handle: Handle) -> Outcome | None:
+    def objection(self, record: Record, handle: Handle, age: float | None = None) -> Outcome | None:
         """See `Judge.objection`."""
-        if record.decode_node and record.decode_node not in self._decode:
+        node = record.decode_node
+        if node and (node not in self._decode or self.engines.gone(node, handle.engine, age)):
             return Outcome.NODE_GONE
         if self._is_open(handle.engine):
             return Outcome.BREAKER_OPEN
@@ -69,7 +75,13 @@ class NodeJudge:
 
     def prefilled(self, node: str, engine: str, *, proves: bool) -> None:
         """See `Judge.prefilled`."""
+        self.engines.saw(node, engine)
         self._forms.saw(node, engine, proves=proves)
+
+    def decoded(self, node: str, engine: str) -> str:
+        """See `Judge.decoded`."""
+        self.engines.saw(node, engine)
+        return self._decode.seat(node, rank_of(engine))
 
     def open_breakers(self) -> list[str]:
         """Engines whose handles are not used now."""

@@ -13,7 +13,7 @@ from typing import Self
 
 import aiohttp
 
-from kvreturn.core.address import is_ip, split_address
+from kvreturn.core.address import is_ip, split_address, split_seat
 from kvreturn.core.choice import Pressure
 from kvreturn.envoy.names import NODE_HEADER, UPSTREAM_HEADER
 
@@ -102,7 +102,7 @@ class PressureWatch:
 
     def of(self, node: str | None) -> Pressure | None:
         """The state of a node, by its address in the pool or the one that Envoy tells. None if not known, or stale."""
-        when, pressure = self._seen.get(node or "", (float("-inf"), None))
+        when, pressure = self._seen.get(split_seat(node or "")[0], (float("-inf"), None))
         return pressure if self._clock() - when <= _STALE * self._interval else None
 
     async def _watch(self, node: str, through: str | None) -> None:

@@ -48,7 +48,7 @@ def test_a_good_run_raises_none() -> None:
         (with_looks(on=look({"first_turn": 1, "hit": 50})), "doubt", "others use them too"),
         (with_looks(on=look({"hit": 20})), "doubt", "give the metrics of all of them"),
         (run([{"off": [9.0, 400.0], "on": [9.0, 100.0]}]), "doubt", "Only 1 follow-up turns are compared"),
-        (run([{"off": [9.0], "on": [9.0]}]), "void", "nothing to compare"),
+        (run([{"off": [9.0], "on": [9.0]}]), "void", "No follow-up turn was answered"),
         (run([GOOD, {**GOOD, "on": [500.0] + [150.0] * 40}]), "doubt", "off/on is 2.67 in one and 4.00 in another"),
     ],
 )

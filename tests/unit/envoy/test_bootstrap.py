@@ -10,6 +10,7 @@ import yaml
 from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.envoy import bootstrap, protos
+from kvreturn.envoy.lint import lint
 from kvreturn.envoy.protos import (
     cluster_pb,
     core_pb,
@@ -260,6 +261,7 @@ class TestWarnings:
             ({"listen": "0.0.0.0:9090"}, ["the router listens on 0.0.0.0:9090"]),
             ({"pools": {**POOLS, "decode": ["a:1", "b:1"]}}, ["pools.decode has host names (a:1, b:1)"]),
             ({"pools": {**POOLS, "decode": ["a:1"]}}, []),
+            ({"pools": {**POOLS, "decode": ["a:1", "b:1"]}, "envoy": {"endpoints": "router"}}, []),
         ],
     )
     def test_say_what_is_exposed_or_imprecise(self, members: Json, said: list[str]) -> None:
@@ -296,6 +298,17 @@ class TestText:
         expected = bootstrap.render(load_settings(ROOT / "examples" / config, {}))
         hint = f"run: kvreturn envoy-config --config examples/{config} -o envoy/{shipped}"
         assert (ROOT / "envoy" / shipped).read_text() == expected, hint
+
+
+def test_with_endpoints_from_a_router_no_node_stands_in_it_and_no_rule_is_broken() -> None:
+    made_of = settings(envoy={"endpoints": "router"})
+    document = bootstrap.to_dict(bootstrap.build(made_of))
+    assert "10.0.0." not in yaml.dump(document)
+    assert lint(document) == []
+    for name in ("decode", "prefill"):
+        told = cluster(name, made_of)
+        assert told.type == cluster_pb.ClusterDiscoveryType.EDS
+        assert told.ignore_health_on_host_removal
 
 
 def test_the_protos_come_without_pydantics_warnings() -> None:

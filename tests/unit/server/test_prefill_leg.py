@@ -352,3 +352,15 @@ def test_the_scripts_of_the_kit_agree_with_each_other() -> None:
     cold = json.dumps({"kv_transfer_params": {"remote_block_ids": None}}).encode()
     assert connector(cold).body == prefill_body()
     assert isinstance(Harness().stub.script(cold).body, bytes)
+
+
+@pytest.mark.parametrize(("status", "state"), [(500, "out"), (503, "out"), (400, "up"), (404, "up"), (200, "up")])
+async def test_a_node_that_answers_5xx_in_a_row_is_out_and_one_that_refuses_is_not(status: int, state: str) -> None:
+    async with FakePrefill(replies(b"{}", status)) as node, live(node, health={"errors": 3}) as router:
+        ask = Ask("/v1/completions", b"{}", last=True)
+        for _ in range(2):
+            await router.world.client.ask(ask, {}, 5.0)
+        assert router.world.prefill.states() == {node.address: "up"}
+        await router.world.client.ask(ask, {}, 5.0)
+        assert router.world.prefill.states() == {node.address: state}
+        assert router.metric("node_ejections_total", pool="prefill", reason="errors") == (state == "out")

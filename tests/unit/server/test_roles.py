@@ -193,6 +193,8 @@ async def test_a_handle_is_kept_only_if_both_legs_have_the_same_prompt(legs: Str
     d = await proxy.decode(legs.contents, {**sent_params(p.client.body), **legs.params}, **legs.members)
     assert d.client.body == b"".join(decode_events())
     assert proxy.router.handles == legs.kept
+    # Our connector on D is told not to keep blocks for nobody.
+    assert sent_params(d.upstream.body).get("kvreturn") == (None if legs.kept else {"v": 1, "keep": False})
     proxy.headers = JSON
     await proxy.prefill([legs.contents[0], "Good morning", "And?"], **legs.members)
     last = set(proxy.router.outcomes()) - {"first_turn"}
@@ -200,6 +202,16 @@ async def test_a_handle_is_kept_only_if_both_legs_have_the_same_prompt(legs: Str
         assert last == {"hit" if legs.kept else "unproven"}
     else:
         assert last == {"not_a_continuation"}
+
+
+@pytest.mark.parametrize(("counted", "kept"), [(114, 1), (115, 0)])
+async def test_a_handle_is_not_kept_if_the_nodes_counted_the_prompt_differently(counted: int, kept: int) -> None:
+    """Each tokenizes for itself, and between the two a template's date may have changed."""
+    proxy = Proxy()
+    p = await proxy.prefill(FIRST, response=Response([prefill_body(prompt=counted)], headers=JSON, node=PREFILL))
+    body = chat(*FIRST, kv_transfer_params=sent_params(p.client.body))
+    await proxy.play("decode", body, Response([decode_body(params=handle())], headers=JSON, node=DECODE))
+    assert proxy.router.handles == kept
 
 
 async def test_a_decode_leg_without_a_prefill_leg_leaves_nothing_that_stays_pinned() -> None:

@@ -52,12 +52,16 @@ async def test_an_idler_node_is_better_than_a_known_one() -> None:
     assert {ask.slack for ask in router.asks[1:]} == {16_384}
 
 
-async def test_a_conversation_goes_where_it_is_held_however_busy_that_is() -> None:
+async def test_a_conversation_goes_where_it_is_held_unless_that_is_far_busier_than_another_node() -> None:
     router = router_of()
     await turn(router, "Hi")
-    router.world.decode.started(D2, 1_000)
+    router.world.decode.started(D2, 16)
     assert (await turn(router, "Hi", "Good morning", "And?")).upstream.node == D2
-    assert router.asks[1].slack is None
+    assert {ask.slack for ask in router.asks[1:]} == {131_072}
+    router.world.decode.started(D2, 1)
+    assert (await turn(router, "Hi", "Good morning", "And?", "Good morning", "Then?")).upstream.node == D1
+    assert carried_handle(router.asks[-1].body)  # P still reads what the other one holds
+    assert router.outcomes()["hit"] == 2
 
 
 async def test_a_lost_conversation_of_a_known_session_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,6 +36,9 @@ NEXT = Request(pieces=[chat("Hi", "Good morning", "And?")])
 END = Response(decode_events(params=handle()), node=DECODE)
 
 NAMES = {
+    "kvreturn_nodes",
+    "kvreturn_node_ejections_total",
+    "kvreturn_discovery_errors_total",
     "kvreturn_breakers_open",
     "kvreturn_capture_failures_total",
     "kvreturn_computed_tokens_total",

@@ -198,14 +198,14 @@ async def test_a_handle_works_once(cluster: Make, monkeypatch: pytest.MonkeyPatc
     c = await cluster(p={"prefix_caching": False}, **PLUGIN)
     full, handle = await first_turn(c)
     assert (await report(c, full + MORE, sealed(handle))).read == 223
-    monkeypatch.setattr(c.d, "read", None)  # D is not even asked
+    monkeypatch.setattr(c.d.ranks[0], "read", None)  # D is not even asked
     assert await report(c, full + MORE, sealed(handle)) == wire.Report(223, 0, 0, "used")
 
 
 async def test_blocks_that_d_gave_up_are_not_read(cluster: Make) -> None:
     c = await cluster(p={"prefix_caching": False}, **PLUGIN)
     full, handle = await first_turn(c)
-    c.d.notify(handle["remote_engine_id"], handle["remote_request_id"])
+    c.d.ranks[0].notify(handle["remote_engine_id"], handle["remote_request_id"])
     assert await report(c, full + MORE, sealed(handle)) == wire.Report(223, 0, 0, "used")
 
 

@@ -217,7 +217,7 @@ async def test_reads_race_with_nothing_while_many_conversations_run(cluster: Mak
             handle = at_d["kv_transfer_params"]
             assert at_p["kv_transfer_params"]["kvreturn"]["proven"] <= len(prompt)
         assert handle is not None
-        c.d.notify(handle["remote_engine_id"], handle["remote_request_id"])
+        c.d.ranks[0].notify(handle["remote_engine_id"], handle["remote_request_id"])
 
     await asyncio.gather(*(conversation(seed) for seed in range(1, 9)))
     assert c.d.stats.blocks_used == 0

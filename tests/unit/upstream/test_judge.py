@@ -121,3 +121,11 @@ def test_engines_that_come_and_go_do_not_pile_up(judge: NodeJudge, clock: Clock)
         judge.read_failed(of(f"another-{i}"))
     assert len(judge._failed) == 1024
     assert objection(judge) == Outcome.BREAKER_OPEN  # those that failed last are remembered
+
+
+def test_handles_of_an_engine_that_was_replaced_are_dead_at_once(judge: NodeJudge) -> None:
+    assert judge.decoded(D1, "e1") == D1
+    assert objection(judge) is None
+    judge.decoded(D1, "e2")
+    assert objection(judge) == Outcome.NODE_GONE
+    assert objection(judge, "e2") is None

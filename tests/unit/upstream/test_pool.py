@@ -168,3 +168,22 @@ def test_nodes_that_stay_keep_what_is_known_of_them(pool: Pool) -> None:
     pool.update([A, B])  # it left and came back before its request was over
     pool.finished(A, 100)
     assert pool.load(A) == 0
+
+
+def test_engines_behind_one_address_each_have_a_load_of_their_own(clock: Clock) -> None:
+    pool = Pool([A, B], clock, ranks=2)
+    assert [pool.choose() for _ in range(4)] == [f"{A}#0", f"{A}#1", f"{B}#0", f"{B}#1"]
+    pool.started(f"{A}#0", 10)
+    assert (pool.load(f"{A}#0"), pool.load(f"{A}#1")) == (10, 0)
+    assert pool.choose(prefer=f"{A}#0") == f"{A}#0"
+    assert pool.choose(prefer=f"{A}#0", slack=9) == f"{A}#1"
+    assert pool.choose(prefer=A) == f"{A}#1"  # any engine behind it
+    assert pool.choose(avoid=f"{A}#1") == f"{B}#0"  # what is wrong with one server is wrong with all its engines
+    pool.unreachable(f"{B}#1")
+    assert [pool.choose(), pool.choose(prefer=f"{B}#0")] == [f"{A}#1", f"{A}#1"]
+    assert [name in pool for name in (A, f"{A}#1", f"{A}#2")] == [True, True, False]
+    assert [pool.seat(A, rank) for rank in (0, 1, 2, None)] == [f"{A}#0", f"{A}#1", A, A]
+    assert Pool([A], clock).seat(A, 1) == A  # a rank with an address of its own
+    pool.ranks = 1
+    pool.update([A])
+    assert (pool.choose(), pool.load(A)) == (A, 0)
