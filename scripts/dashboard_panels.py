@@ -7,7 +7,7 @@ JSON = dict[str, Any]
 J = 'job=~"$job"'
 REUSED = 'outcome=~"hit|partial_hit|local_hit|returned"'
 NOT_REUSED = 'outcome!~"hit|partial_hit|local_hit|returned"'
-FOLLOW_UP = 'outcome!~"first_turn|disabled|rejected|cancelled|decode_alone"'
+FOLLOW_UP = 'outcome!~"first_turn|below_threshold|decode_alone|disabled|rejected|cancelled"'
 GREEN, YELLOW, RED, GREY = "green", "yellow", "red", "text"
 
 

@@ -45,12 +45,12 @@ class ReadCounts:
         Args:
             proven: tokens that the handle was proven to hold of its prompt.
             read: tokens that were read.
-            reason: why nothing was, None if something was.
+            reason: why not all of that was, None if there is nothing to say.
         """
         self.totals["kvreturn_handles"] += 1
         self.totals["kvreturn_proofs"] += proven > 0
         self.totals["kvreturn_proven_tokens"] += proven
         self.totals["kvreturn_reads"] += read > 0
         self.totals["kvreturn_read_tokens"] += read
-        if reason is not None:
+        if reason is not None and not read:
             self.unread[reason if reason in REASONS else "refused"] += 1

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -204,8 +205,9 @@ async def test_fr117_a_slow_collector_does_not_hold_up_the_loop(monkeypatch: pyt
             if i % 4 == 0:
                 await router.turn(f"Hi {i}")
         await slow.until(lambda: bool(slow.spans))
-        # One gap may be another process's, on a machine that is busy; an exporter in the way would make ten of them.
-        assert sorted(gaps)[-2] < 0.02
+        # An exporter in the way would hold the loop for 2 s with each turn; a busy machine makes a gap now and then.
+        assert statistics.median(gaps) < 0.02
+        assert max(gaps) < 1.0
         slow.delay = 0.0
         await asyncio.to_thread(tracing.shutdown)
     assert len([s for s in slow.spans if s.name == "chat m"]) == 10

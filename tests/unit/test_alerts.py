@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from dashboard_panels import FOLLOW_UP, REUSED
 
+from kvreturn.server import board
+from kvreturn.server.board import FRESH
 from support.harness import harness
 from support.promql import mistakes
 
@@ -21,6 +24,17 @@ RULES: list[dict[str, Any]] = GROUP["rules"]
 async def test_alerts_ask_for_metrics_and_labels_that_there_are() -> None:
     metrics = harness().world.metrics
     assert {r["alert"]: mistakes(r["expr"], metrics) for r in RULES} == {r["alert"]: [] for r in RULES}
+
+
+def test_alerts_dashboard_and_admin_view_mean_the_same_by_follow_up_and_reuse() -> None:
+    assert set(FOLLOW_UP.removeprefix('outcome!~"').strip('"').split("|")) == {o.value for o in FRESH}
+    assert set(REUSED.removeprefix('outcome=~"').strip('"').split("|")) == {o.value for o in board.REUSED}
+    text = (FOLDER / "alerts.yml").read_text()
+    assert {m for m in re.findall(r'outcome[=!]~"[^"]*"', text) if "|" in m} == {
+        FOLLOW_UP,
+        REUSED,
+        'outcome!~"rejected|cancelled"',
+    }
 
 
 @pytest.mark.parametrize(

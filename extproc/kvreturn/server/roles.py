@@ -226,6 +226,8 @@ class PrefillRecord(TurnRecord):
 
     def body(self, data: bytes) -> None:
         """See `TurnRecord.body`: what P answers is not for the client."""
+        self._received += len(data)
+        self._moved = self._world.clock()
 
     @property
     def _answered(self) -> bool:
