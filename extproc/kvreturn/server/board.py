@@ -45,7 +45,7 @@ class TurnView:
         read: tokens that P read from D.
         local: tokens that P had itself.
         prefill_ms: milliseconds of the prefill leg, retries included.
-        first_token_ms: milliseconds until the first byte of content that the client got.
+        first_token_ms: milliseconds until the client got its first content.
         going: how its KV goes back, and by which rule.
         captured: whether it left a handle.
         trace: W3C trace id.

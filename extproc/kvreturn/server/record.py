@@ -60,11 +60,11 @@ class TurnRecord:
         self._stored = False
         self._ended = False
         self._closed = False
+        self._leg: Span = INVALID_SPAN
+        self._added = {"request": 0.0, "response": 0.0}
         self._failure: str | None = None
         self._received = 0  # bytes of D's body
         self._moved = self._begun  # when something last happened
-        self._leg: Span = INVALID_SPAN
-        self._added = {"request": 0.0, "response": 0.0}
         world.board.began(self)
 
     @property
@@ -91,7 +91,8 @@ class TurnRecord:
         try:
             yield
         finally:
-            self._times.waited += self._world.clock() - begun
+            self._moved = self._world.clock()
+            self._times.waited += self._moved - begun
 
     def took(self, seconds: float) -> None:
         """A message of Envoy's was under way here for so long."""
@@ -231,10 +232,10 @@ class TurnRecord:
                 facts.outcome = Outcome.REJECTED  # by us, by P, or by D before it had the whole request
         elif self._status is None and not facts.fallback:
             metrics.stranded.inc()
-        error, served = self._error(), self._status == _OK
-        self._failure = error
+        error = self._failure = self._error()
         self._world.board.ended(self)
-        metrics.turn(facts.outcome, turn.api.name, turn.prompt.model if turn.prompt else "", served=served)
+        model = turn.prompt.model if turn.prompt else ""
+        metrics.turn(facts.outcome, turn.api.name, model, served=self._status == _OK)
         self._tell(error)
 
     @property
@@ -254,9 +255,24 @@ class TurnRecord:
             metrics.errors.labels(error if _STATUS.fullmatch(error) or error == "incomplete" else "in_band").inc()
         return error
 
+    def _tell(self, error: str | None) -> None:
+        turn, times, now = self._turn, self._times, self._world.clock()
+        times.total = now - self._begun
+        if self._forwarded_at is not None:
+            self._observe(now - self._forwarded_at)
+        if self.trace.on:
+            self.trace.follows(turn.taken.record.trace if turn.taken.record else None)
+            self.trace.end(self._model, summary.attributes(turn, times, answered=self._answered), error)
+        advice = summary.hint(turn)
+        if advice:
+            self._world.warn_once(advice)
+        if log.isEnabledFor(logging.INFO):
+            told = summary.fields(turn, times, self._status, error, self.trace.context)
+            log.info("%s", summary.line(told), extra={"fields": told})
+
     def view(self) -> TurnView:
         """The turn as it is now, for the admin view."""
-        turn, facts, now = self._turn, self._turn.facts, self._world.clock()
+        turn, facts, times, now = self._turn, self._turn.facts, self._times, self._world.clock()
         trace = self.trace.name
         return TurnView(
             phase=self._phase(),
@@ -277,8 +293,8 @@ class TurnRecord:
             prompt=facts.prefill.prompt,
             read=facts.read,
             local=facts.local,
-            prefill_ms=self._times.prefill * 1e3,
-            first_token_ms=None if self._times.first_token is None else self._times.first_token * 1e3,
+            prefill_ms=times.prefill * 1e3,
+            first_token_ms=None if times.first_token is None else times.first_token * 1e3,
             going=facts.going,
             captured=facts.captured,
             trace=trace.split("-")[1] if trace else None,
@@ -292,21 +308,6 @@ class TurnRecord:
         if self._forwarded_at is not None or self._status is not None:
             return "decode"
         return "prefill" if self.size else "arriving"
-
-    def _tell(self, error: str | None) -> None:
-        turn, times, now = self._turn, self._times, self._world.clock()
-        times.total = now - self._begun
-        if self._forwarded_at is not None:
-            self._observe(now - self._forwarded_at)
-        if self.trace.on:
-            self.trace.follows(turn.taken.record.trace if turn.taken.record else None)
-            self.trace.end(self._model, summary.attributes(turn, times, answered=self._answered), error)
-        advice = summary.hint(turn)
-        if advice:
-            self._world.warn_once(advice)
-        if log.isEnabledFor(logging.INFO):
-            told = summary.fields(turn, times, self._status, error, self.trace.context)
-            log.info("%s", summary.line(told), extra={"fields": told})
 
     @property
     def _answered(self) -> bool:
