@@ -163,6 +163,27 @@ NODES = [
     (
         12,
         lines(
+            "Nodes by state",
+            [(gauge("kvreturn_nodes", "max", by="pool, state"), "{{pool}}: {{state}}")],
+            "short",
+            "As the router sees them that sees most (docs/pools.md).",
+        ),
+    ),
+    (
+        12,
+        lines(
+            "Nodes taken out, and trouble with finding them",
+            [
+                (rate("kvreturn_node_ejections_total", by="pool, reason"), "{{pool}}: {{reason}}"),
+                (rate("kvreturn_discovery_errors_total", by="pool, kind"), "finding {{pool}}: {{kind}}"),
+            ],
+            "ops",
+            "Why nodes were taken out; a discovery that fails leaves the pool as it is.",
+        ),
+    ),
+    (
+        12,
+        lines(
             "Blocks that wait on D",
             [("sum by (instance) (vllm:kvreturn_pinned_blocks)", "{{instance}}")],
             "short",

@@ -20,6 +20,7 @@ from kvreturn.core.api import APIS
 from kvreturn.core.outcome import Outcome
 from kvreturn.envoy.bootstrap import render
 from kvreturn.server.world import World
+from kvreturn.upstream.node import REASONS, STATES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -80,7 +81,10 @@ LABELS = {
     "streamed": "`true`, `false`",
     "side": "`request`, `response`",
     "operation": "`take`, `put`, `replace`; errors also `ping`",
-    "kind": "one word: `timeout`, `busy`, `breaker_open`, `connect`, `auth`, `full`, ...",
+    "kind": "store: `timeout`, `busy`, `breaker_open`, `auth`, `full`, `refused`, ...; discovery: `failed`, `empty`",
+    "pool": "`prefill`, `decode`",
+    "state": ", ".join(f"`{state}`" for state in STATES),
+    "reason": ", ".join(f"`{reason}`" for reason in REASONS),
     "version": "of kvreturn",
     "proof": "the setting",
     "return": "the setting",

@@ -1,10 +1,9 @@
 """Metrics of the pools."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
-
+from kvreturn.telemetry.instruments import Instruments
 from kvreturn.upstream.node import REASONS, STATES, State
 
 
@@ -12,29 +11,28 @@ class NodeMetrics:
     """Nodes by state, what takes them out, and how finding them goes.
 
     Args:
-        registry: the router's.
+        instruments: the router's.
         pools: by name of the pool, gives the states of its nodes.
     """
 
-    def __init__(self, registry: CollectorRegistry, pools: Mapping[str, Callable[[], Mapping[str, State]]]) -> None:
-        nodes = Gauge("kvreturn_nodes", "Nodes by state.", ("pool", "state"), registry=registry)
-        self.ejections = Counter(
-            "kvreturn_node_ejections", "Nodes that were taken out, by why.", ("pool", "reason"), registry=registry
+    def __init__(self, instruments: Instruments, pools: Mapping[str, Callable[[], Mapping[str, State]]]) -> None:
+        def counted() -> Mapping[tuple[str, ...], float]:
+            by_pool = {pool: Counter(states().values()) for pool, states in pools.items()}
+            return {(pool, state): float(by_pool[pool][state]) for pool in pools for state in STATES}
+
+        instruments.watch_each("nodes", "Nodes by state.", counted, "pool", "state", unit="{node}")
+        self.ejections = instruments.counter(
+            "node_ejections", "Nodes that were taken out, by why.", "pool", "reason", unit="{node}"
         )
-        self.discovery_errors = Counter(
-            "kvreturn_discovery_errors",
+        self.discovery_errors = instruments.counter(
+            "discovery.errors",
             "Answers about who is in a pool that could not be used: `failed`, or `empty`; the pool stays as it is.",
-            ("pool", "kind"),
-            registry=registry,
+            "pool",
+            "kind",
+            unit="{answer}",
         )
-        for pool, states in pools.items():
-            for state in STATES:
-                nodes.labels(pool, state).set_function(partial(_count, states, state))
+        for pool in pools:
             for reason in REASONS:
                 self.ejections.labels(pool, reason)
             for kind in ("failed", "empty"):
                 self.discovery_errors.labels(pool, kind)
-
-
-def _count(states: Callable[[], Mapping[str, State]], state: State) -> float:
-    return sum(s == state for s in states().values())

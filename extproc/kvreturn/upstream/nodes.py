@@ -36,7 +36,7 @@ class Nodes:
 
         self.prefill, self.decode = pool("prefill"), pool("decode")
         both = self.prefill, self.decode
-        told = NodeMetrics(metrics.registry, {p.kind: p.states for p in both})
+        told = NodeMetrics(metrics, {p.kind: p.states for p in both})
         for one in both:
             one.ejected = partial(_count, told, one.kind)
         self._discovery = Discovery(settings, both, told)

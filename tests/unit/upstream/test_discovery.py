@@ -39,7 +39,7 @@ class Here:
     def __init__(self, *known: str) -> None:
         self.pool = Pool(known, time.monotonic, kind="decode")
         self.metrics = Metrics()
-        self.members = Members(self.pool, NodeMetrics(self.metrics.registry, {}))
+        self.members = Members(self.pool, NodeMetrics(self.metrics, {}))
 
     @property
     def nodes(self) -> list[str]:
@@ -109,7 +109,7 @@ async def test_a_router_begins_with_what_is_found_and_follows_its_settings() -> 
     resolver = Resolver(vllm=[ONE])
     first = settings({"dns": NAME, "interval": 0.01})
     pools = [Pool([], time.monotonic, kind="prefill"), Pool([FIXED], time.monotonic, kind="decode")]
-    discovery = Discovery(first, pools, NodeMetrics(Metrics().registry, {}), resolver)
+    discovery = Discovery(first, pools, NodeMetrics(Metrics(), {}), resolver)
     async with discovery:
         assert list(pools[0].addresses()) == [ONE]
         resolver.answers["vllm"] = [ONE, TWO]

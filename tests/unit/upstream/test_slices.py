@@ -133,7 +133,7 @@ class Here:
             server=f"http://{address}",
             token_file=str(token),
         )
-        self.watch = SliceWatch(settings, Members(self.pool, NodeMetrics(self.metrics.registry, {})))
+        self.watch = SliceWatch(settings, Members(self.pool, NodeMetrics(self.metrics, {})))
 
     async def nodes(self, **expected: bool) -> None:
         """Wait until these are the nodes, and whether they drain."""
@@ -246,7 +246,7 @@ async def test_a_service_without_endpoints_does_not_empty_the_pool(here: Here) -
 
 async def test_outside_of_a_cluster_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
     pool = Pool([ONE], time.monotonic)
-    watch = SliceWatch(EndpointSlices(service="s", port=1), Members(pool, NodeMetrics(Metrics().registry, {})))
+    watch = SliceWatch(EndpointSlices(service="s", port=1), Members(pool, NodeMetrics(Metrics(), {})))
     task = asyncio.create_task(watch.run())
     await until(lambda: caplog.messages)
     task.cancel()
