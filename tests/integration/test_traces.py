@@ -1,4 +1,4 @@
-"""A conversation in a collector's eyes: real Envoy, the router, simulated nodes, and OTLP as it is on the wire."""
+"""A conversation as a collector sees it: real Envoy, the router, simulated nodes, and OTLP as it is on the wire."""
 
 import itertools
 from typing import Any
@@ -60,6 +60,8 @@ async def test_five_turns_are_five_linked_traces(protocol: str, monkeypatch: pyt
         assert 0 < t["gen_ai.response.time_to_first_chunk"] < 60
         assert (t["kvreturn.prefill.retries"], t["kvreturn.prefill.fallback"]) == (0, False)
         assert t["gen_ai.response.finish_reasons"] in (["length"], ["stop"])
+    turns = {attributes(p)["outcome"]: p.as_double for p in receiver.metrics["kvreturn.turns"].sum.data_points}
+    assert turns == {"first_turn": 1, "hit": 4}
     assert {r["service.name"] for r in receiver.resources} == {"here"}
     wire = b"".join(s.SerializeToString() for s in receiver.spans)
     assert not [w for w in (b"quick brown", b"127.0.0.1") if w in wire]
