@@ -20,7 +20,9 @@ from kvreturn.cli import up
 from kvreturn.cli.main import main
 from kvreturn.config import Settings
 from kvreturn.envoy.process import ProcessError
+from kvreturn.sim import NO_TIMING, NodeConfig, SimNode
 from support.envoy import Node, serving, unused_address
+from support.gateway import client, serving_sims
 from support.redis import needs_redis, server
 
 # Stands in for `kvreturn serve` where it has to misbehave: answers gRPC health checks, and then does as told.
@@ -164,6 +166,26 @@ class TestUp:
                 running.process.send_signal(signal.SIGTERM)
                 assert await running.process.wait() == 0
                 await running.see_all("all workers have stopped")
+
+    async def test_what_the_router_kept_is_freed_on_d_while_envoy_still_runs(
+        self, config: dict[str, Any], tmp_path: Path
+    ) -> None:
+        p, d = (
+            SimNode(NodeConfig(role=role, connector="kvreturn", timing=NO_TIMING, model="sim"))
+            for role in ("prefill", "decode")
+        )
+        async with serving_sims(p, d) as urls:
+            p_at, d_at = (url.removeprefix("http://") for url in urls)
+            config |= {"pools": {"prefill": [p_at], "decode": [d_at]}, "secret": ""}
+            async with up_with(config, tmp_path) as running:
+                await running.see("ready")
+                async with client(f"http://{config['envoy']['listen']}/v1") as sdk:
+                    message: Any = {"role": "user", "content": "The quick brown fox jumps. " * 40}
+                    await sdk.chat.completions.create(model="sim", messages=[message], max_tokens=20)
+                assert d.stats.pins == 1
+                running.process.send_signal(signal.SIGTERM)
+                assert await running.process.wait() == 0
+            assert d.stats.pins == 0
 
     async def test_a_dead_envoy_takes_the_router_with_it(self, running: Up) -> None:
         await running.see("ready")

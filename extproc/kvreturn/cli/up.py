@@ -23,7 +23,7 @@ from kvreturn.envoy.runner import EnvoyProcess
 from kvreturn.telemetry.logs import Format, dump, head
 
 _ROUTER_READY_WITHIN = 30.0  # seconds
-_ROUTER_STOP_WITHIN = 5.0  # seconds, after Envoy has stopped: it has no streams then
+_ROUTER_STOP_WITHIN = 15.0  # seconds; it has no streams then, but may have blocks to free and spans to export
 _HEALTH_DEADLINE = 1.0  # seconds
 _COLOURS = {"router": "cyan", "envoy": "magenta", "kvreturn": "green"}
 
@@ -108,7 +108,9 @@ async def run(
         sink("kvreturn", f"ready: http://{reachable(settings.envoy.listen)}/v1")
         await first(both, signals.get())
         sink("kvreturn", f"stopping; running streams get {settings.drain_timeout:g} s, a second signal cuts them")
-        await first(both, signals.get(), envoy.drain(settings.drain_timeout))
+        if await first(both, signals.get(), envoy.drain(settings.drain_timeout)) == 1:
+            # While Envoy is there: what the router still asks of prefill nodes goes through it.
+            await first((envoy.child,), signals.get(), router.stop(_ROUTER_STOP_WITHIN))
 
 
 async def _ready(settings: Settings, router: Child) -> None:

@@ -165,7 +165,7 @@ class DecodeLeg(_Leg):
             self.facts.prefill.prompt = note.prompt
         assert self.prompt
         keep = self._known and self.reads_later and self.prompt.choices == 1
-        return Forward(self.body.text if keep else self._unkept(params), self.decode_node)
+        return Forward(self.body.text if keep else self._unkept(params), self.decode_node, self._slack)
 
     def _unkept(self, params: Mapping[str, Any]) -> bytes:
         """The body, with the word for our connector on D that nobody will come back for its blocks."""

@@ -93,8 +93,10 @@ class PrefillClient:
         if self._through and reply.status == 503 and reply.body.startswith(ENVOY_LOCAL):  # noqa: PLR2004
             self._missed(node, ask)
             return Reply(node, failure=Failure.CONNECT)
-        # A refusal is as good an answer as any. Who answers is told: Envoy may have chosen another one.
-        (self._pool.failed if reply.status >= _FAILURE else self._pool.reachable)(reply.node or node)
+        # A refusal is as good an answer as any. Envoy may have chosen another node, and tells which; but by its
+        # address, by which a pool of names does not know it.
+        answered = reply.node if reply.node and self._pool.has(reply.node) else node
+        (self._pool.failed if reply.status >= _FAILURE else self._pool.reachable)(answered)
         return reply
 
     def _missed(self, node: str, ask: Ask) -> None:

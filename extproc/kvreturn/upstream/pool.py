@@ -116,6 +116,10 @@ class Pool:
         node = self._nodes.get(address)
         return self._named or (node is not None and (rank or 0) < len(node.engines))
 
+    def has(self, name: str) -> bool:
+        """Whether the pool knows a node by just this name, or one of its engines."""
+        return split_seat(name)[0] in self._nodes
+
     def seats(self, address: str) -> list[str]:
         """The names of all engines behind an address."""
         node = self._nodes.get(address)

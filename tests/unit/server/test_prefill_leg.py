@@ -364,3 +364,14 @@ async def test_a_node_that_answers_5xx_in_a_row_is_out_and_one_that_refuses_is_n
         await router.world.client.ask(ask, {}, 5.0)
         assert router.world.prefill.states() == {node.address: state}
         assert router.metric("node_ejections_total", pool="prefill", reason="errors") == (state == "out")
+
+
+async def test_a_node_that_is_known_by_name_is_back_when_envoy_tells_its_address() -> None:
+    named = "vllm-0.example.org:8000"
+    pool = Pool([named], time.monotonic)
+    pool.unreachable(named)
+    told = replies(b"{}", 200, {"x-kvreturn-upstream": "10.0.0.7:8000"})
+    async with FakePrefill(told) as envoy, PrefillClient(pool, envoy.address) as client:
+        reply = await client.ask(Ask("/v1/completions", b"{}", last=True), {}, 5.0)
+    assert reply.node == "10.0.0.7:8000"
+    assert pool.snapshot()[0].failures == 0
