@@ -49,6 +49,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--log", type=Path, metavar="FILE", help="write what all processes log there")
     arguments = parser.parse_args()
+    if arguments.conversations < 1:
+        parser.error("--conversations: at least one")
     begun = time.monotonic()
     names = arguments.event or list(EVENTS)
     try:

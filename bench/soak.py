@@ -78,6 +78,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over time there (needs matplotlib)")
     arguments = parser.parse_args()
+    if arguments.conversations < 1:
+        parser.error("--conversations: at least one")
     soak = asyncio.run(_soak(arguments.minutes * 60, arguments.conversations, arguments.think))
     print("Simulated nodes; real Envoy, routers, Redis.")
     print(json.dumps(soak.numbers, indent=1))
