@@ -10,7 +10,7 @@ Promised, for each event:
   takes to find that a node refuses;
 - reuse afterwards is within 5 points of what it was before (of the turns that have something to gain);
 - while Redis stands still, time to first token (p99) grows by no more than computing cold costs, the store's deadline
-  (100 ms here) twice, 100 ms, and what it varies by on this machine when nothing is wrong.
+  (100 ms here) twice, 200 ms for the longer queue before P, and what it varies by on this machine when nothing is wrong.
 Exit code 1 if one of that does not hold.
 
 usage: python bench/chaos.py [--event "router killed"] [--conversations 50] [--json FILE] [--log FILE]

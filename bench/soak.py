@@ -173,9 +173,10 @@ def _plot(soak: Soak, path: Path) -> None:
 
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     axes = figure.subplots()
+    most = max(look.rss for looks in soak.looks for look in looks) / _MIB
     for number, looks in enumerate(soak.looks):
         axes.plot([look.at / 60 for look in looks], [look.rss / _MIB for look in looks], label=f"router {number}")
-    axes.set(xlabel="minutes", ylabel="resident memory, MiB", ylim=(0, None))
+    axes.set(xlabel="minutes", ylabel="resident memory, MiB", ylim=(0, 1.2 * most))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
