@@ -11,6 +11,7 @@ usage: python bench/soak.py [--minutes 30] [--conversations 25] [--json FILE] [-
 import argparse
 import asyncio
 import json
+import signal
 import statistics
 import sys
 import time
@@ -80,7 +81,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.conversations < 1:
         parser.error("--conversations: at least one")
-    soak = asyncio.run(_soak(arguments.minutes * 60, arguments.conversations, arguments.think))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no process may be left
+    try:
+        soak = asyncio.run(_soak(arguments.minutes * 60, arguments.conversations, arguments.think))
+    except KeyboardInterrupt:
+        sys.exit("soak: stopped")
     print("Simulated nodes; real Envoy, routers, Redis.")
     print(json.dumps(soak.numbers, indent=1))
     if arguments.json:

@@ -11,8 +11,8 @@ POINTS = 5.0
 """Percentage points by which reuse may be lower after an event than before."""
 ADDED = 1e3 * 2 * DEADLINE + 200
 """Milliseconds by which time to first token (p99) may grow while Redis stands still, beyond what computing cold costs:
-the store's deadline twice (the turn before, and its session), and a longer queue before P. What it varies by on this machine while
-nothing is wrong comes to that."""
+the store's deadline twice (the turn before, and its session), and a longer queue before P. What it varies by on this
+machine while nothing is wrong comes to that."""
 _HEAD = ("event", "turns", "errors", "wrong", "lost", "allowed", "refused", "reuse %", "p99 ms", "what happened")
 _WIDTHS = (20, 6, 7, 6, 5, 8, 8, 16, 12, 0)
 
