@@ -11,6 +11,7 @@ usage: python bench/soak.py [--minutes 30] [--conversations 25] [--json FILE] [-
 import argparse
 import asyncio
 import json
+import signal
 import statistics
 import sys
 import time
@@ -78,7 +79,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over time there (needs matplotlib)")
     arguments = parser.parse_args()
-    soak = asyncio.run(_soak(arguments.minutes * 60, arguments.conversations, arguments.think))
+    if arguments.conversations < 1:
+        parser.error("--conversations: at least one")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no process may be left
+    try:
+        soak = asyncio.run(_soak(arguments.minutes * 60, arguments.conversations, arguments.think))
+    except KeyboardInterrupt:
+        sys.exit("soak: stopped")
     print("Simulated nodes; real Envoy, routers, Redis.")
     print(json.dumps(soak.numbers, indent=1))
     if arguments.json:
@@ -171,9 +178,10 @@ def _plot(soak: Soak, path: Path) -> None:
 
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     axes = figure.subplots()
+    most = max(look.rss for looks in soak.looks for look in looks) / _MIB
     for number, looks in enumerate(soak.looks):
         axes.plot([look.at / 60 for look in looks], [look.rss / _MIB for look in looks], label=f"router {number}")
-    axes.set(xlabel="minutes", ylabel="resident memory, MiB", ylim=(0, None))
+    axes.set(xlabel="minutes", ylabel="resident memory, MiB", ylim=(0, 1.2 * most))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 

@@ -161,7 +161,7 @@ async def test_conversations_go_on_through_a_short_chaos() -> None:
     names_of = ("router killed", "redis restarted", "decode node killed")
     async with deployed(lambda *_: None, deadline=1.0) as deployment:
         load = Load(deployment, conversations=10, think=0.6, tokens=10)
-        run = Run(deployment, load, Times(warm_up=2.0, look=3.0, settle=10.0), lambda *_: None)
+        run = Run(deployment, load, Times(warm_up=1.5, look=2.5, settle=10.0), lambda *_: None)
         await run.play({name: EVENTS[name] for name in names_of})
     assert verdict.broken(run.phases, run.acts) == []
     assert len(run.acts) == 3

@@ -40,8 +40,8 @@ PAUSED = Told("SIGSTOP", window=(10.0, 20.0))
         (KILLED, [], phase("after", 20, hits=94, misses=6), ["event: reuse is 94% after it, was 100% before"]),
         (KILLED, [], phase("after", 20, hits=0), ["event: reuse is -% after it, was 100% before"]),
         (KILLED, [], phase("after", 20, failed(25)), ["after: 1 turns failed while nothing was wrong"]),
-        (PAUSED, [answered(12, 300)], AFTER, []),
-        (PAUSED, [answered(12, 400)], AFTER, ["event: time to first token (p99) grew by"]),
+        (PAUSED, [answered(12, 400)], AFTER, []),
+        (PAUSED, [answered(12, 500)], AFTER, ["event: time to first token (p99) grew by"]),
     ],
 )
 def test_what_does_not_hold_is_named(told: Told, sent: list[Sent], after: Phase, said: list[str]) -> None:
@@ -54,7 +54,7 @@ def test_what_does_not_hold_is_named(told: Told, sent: list[Sent], after: Phase,
 
 def test_a_cold_turn_in_a_pause_is_not_held_against_the_router() -> None:
     """800 tokens that P has to compute anew take it 100 ms."""
-    cold = replace(answered(12, 400), known=800)
+    cold = replace(answered(12, 500), known=800)
     act = Act("event", PAUSED, BEFORE, phase("event", 10, cold), AFTER)
     assert broken([act.during], [act]) == []
 

@@ -63,7 +63,7 @@ REQUEST_PHASE: list[tuple[type, str]] = [
     "error", [RuntimeError("planted"), asyncio.CancelledError()], ids=["raises", "cancelled inside"]
 )
 @pytest.mark.parametrize(("owner", "method"), REQUEST_PHASE, ids=[f"{o.__name__}.{m}" for o, m in REQUEST_PHASE])
-async def test_a_failure_before_the_response_is_a_500(
+async def test_fr125_a_failure_before_the_response_is_a_500(
     owner: type, method: str, error: BaseException, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A cancellation that nobody asked for would otherwise leave Envoy waiting (grpc#29248)."""

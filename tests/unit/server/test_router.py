@@ -207,7 +207,7 @@ async def test_a_drain_gives_envoy_a_second_to_notice_and_is_quick_beyond_that(
     assert 1.0 <= time.monotonic() - begun < 1.3
 
 
-async def test_a_handler_that_aborts_is_waited_for(
+async def test_fr127_a_handler_that_aborts_is_waited_for(
     node: FakePrefill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`Server.stop` does not wait for the rest of a handler that called `abort` (grpc#37239)."""
