@@ -104,7 +104,7 @@ class Whole:
             StoreError: nothing is known.
         """
         with named():
-            size = await self._client.dbsize()
+            size = await self._size()
             names = await self._names(most) if most else []
             pipe = self._client.pipeline(transaction=False)
             for name in names:
@@ -118,6 +118,12 @@ class Whole:
             if ttl >= 0  # it has gone meanwhile
         ]
         return Holding("redis", size, None, some)
+
+    async def _size(self) -> int:
+        """How many keys there are; redis-py asks one node of a cluster only, unless told."""
+        if not isinstance(self._client, RedisCluster):
+            return int(await self._client.dbsize())
+        return sum([int(await self._client.dbsize(target_nodes=[node])) for node in self._client.get_primaries()])
 
     async def _names(self, most: int) -> list[bytes]:
         """Names of some records; in a cluster, of its first node's."""
