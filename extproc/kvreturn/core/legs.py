@@ -21,7 +21,7 @@ from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.ports import Ask, Effect, Forward, Put, Recall, Record, Refuse, Reply, Result, Taken, expect
 from kvreturn.core.prefill import PrefillError, read_prefill
-from kvreturn.core.scrub import scrub_nested
+from kvreturn.core.scrub import may_hold_params, scrub_nested
 from kvreturn.core.turn import SLACK_TOKENS, Turn
 
 _NOTE = 60.0  # seconds; P's own lease of its blocks is 30
@@ -31,15 +31,25 @@ _ERRORS, _SERVER_ERRORS, _GATEWAY_TIMEOUT = 400, 500, 504
 
 
 class _Leg(Turn):
-    """What both have in common: the orchestrator's own parameters stay, and nothing is ever refused."""
+    """What both have in common: the orchestrator's own parameters stay, and what cannot be read is for the node.
+
+    The one thing that is refused is a body that cannot be read, and might bring a node parameters of a client's.
+    """
 
     theirs = b"null"
     shape = b""  # digest of all that shapes the prompt, nothing left out
 
     def request(self, body: bytes) -> Generator[Effect, Result, Forward | Refuse]:
-        """See `Turn.request`. What cannot be read goes on as it is: the node says what is wrong with it."""
+        """See `Turn.request`. What cannot be read goes on: the node says what is wrong with it."""
         try:
-            prompt = self._read(scrub_nested(ObjectText(body)))
+            self.body = scrub_nested(ObjectText(body))
+        except JSONTextError as e:
+            self.facts.outcome = Outcome.REJECTED
+            # The node may read what we do not: it knows no bounds of ours, and more encodings.
+            unread = Refuse(400, self.api.error(f"kvreturn: {e}", "BadRequestError", 400))
+            return unread if may_hold_params(body) else Forward(body)
+        try:
+            prompt = self._read(self.body)
             self.theirs = self.body.get(PARAMS) or b"null"
             self.shape = keyed_hash(self._scope.key, canonical(shaping(self.body, ())))
             params = loads(self.theirs)
@@ -52,7 +62,7 @@ class _Leg(Turn):
             return Forward(self.body.text)
         except (JSONTextError, BadRequestError):
             self.facts.outcome = Outcome.REJECTED
-            return Forward(body)
+            return Forward(self.body.text)
 
     def _joined(self, params: Mapping[str, Any]) -> Generator[Effect, Result, Forward]:
         """The request side of a leg with these parameters."""
