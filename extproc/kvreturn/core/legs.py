@@ -3,6 +3,9 @@
 What joins them is P's answer, which the orchestrator hands on to D whole: P's engine and request ids in it are where
 the P leg leaves a note for the D leg. The note is found only if both legs have the same prompt. Where it is not found,
 nobody can tell whether what D pulled from P belongs to what D says that it holds, so D's handle is not kept.
+
+P lets its blocks be read once, so the note is taken, as a handle is: a D leg that is sent again may go to another D,
+which would read what stands in those blocks by then.
 """
 
 import json
@@ -19,7 +22,7 @@ from kvreturn.core.fingerprint import canonical, keyed_hash
 from kvreturn.core.handle import PARAMS
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Ask, Effect, Forward, Put, Recall, Record, Refuse, Reply, Result, Taken, expect
+from kvreturn.core.ports import Ask, Effect, Forward, Put, Record, Refuse, Reply, Result, Take, Taken, expect
 from kvreturn.core.prefill import PrefillError, read_prefill
 from kvreturn.core.scrub import may_hold_params, scrub_nested
 from kvreturn.core.turn import SLACK_TOKENS, Turn
@@ -148,6 +151,7 @@ class PrefillLeg(_Leg):
         turns = self.taken.record.turns if self.taken.record else 0
         note = Record(
             _NOTE,
+            b"",
             decode_node=self.decode_node,
             prefill_node=answer.node,
             prompt=answer.usage.prompt or 0,
@@ -167,10 +171,12 @@ class DecodeLeg(_Leg):
     _known = False
 
     def _joined(self, params: Mapping[str, Any]) -> Generator[Effect, Result, Forward]:
-        recalled = expect(Taken, (yield Recall(self._note_key(params))))
-        note = recalled.record
+        taken = expect(Taken, (yield Take([self._note_key(params)])))
+        note = taken.record
+        if taken.reason is Outcome.ALREADY_TAKEN:
+            return Forward(self.body.without([PARAMS]))  # D computes by itself
         if note:
-            self._known, self.taken = True, recalled
+            self._known, self.taken = True, taken
             self.decode_node, self.prefill_node = note.decode_node, note.prefill_node
             self.facts.prefill.prompt = note.prompt
         assert self.prompt

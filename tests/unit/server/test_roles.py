@@ -223,6 +223,16 @@ async def test_a_decode_leg_without_a_prefill_leg_leaves_nothing_that_stays_pinn
     assert proxy.router.handles == 0
 
 
+async def test_a_decode_leg_that_is_sent_again_does_not_bring_d_blocks_that_p_has_let_go_of() -> None:
+    """P's blocks can be read once. A D that has not read them itself cannot know that another one has."""
+    proxy = Proxy()
+    told = sent_params((await proxy.prefill(FIRST)).client.body)
+    assert sent_params((await proxy.decode(FIRST, told)).upstream.body) == told
+    again = await proxy.decode(FIRST, told)
+    assert again.upstream.body == chat(*FIRST, stream=True)
+    assert again.client.body == b"".join(decode_events())
+
+
 # --- failures ---
 
 
