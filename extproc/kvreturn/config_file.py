@@ -35,11 +35,13 @@ def load_settings(
         text = path.read_text()
         node = yaml.compose(text, yaml.SafeLoader)
         data = yaml.safe_load(text)
+        twice = _duplicate(node)
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror}") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    # ValueError: no UTF-8, or a number or date that Python has none of. RecursionError: also what refers to itself.
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path}: not YAML: {e}") from e
-    if isinstance(node, yaml.Node) and (twice := _duplicate(node)):
+    if twice:
         raise ConfigError(f"{path}:{twice.start_mark.line + 1}: {twice.value}: given twice")
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: the file must hold one mapping; see the README for the smallest one")
@@ -58,7 +60,7 @@ def load_settings(
         raise ConfigError("\n".join(lines)) from None
 
 
-def _duplicate(node: yaml.Node) -> yaml.ScalarNode | None:
+def _duplicate(node: yaml.Node | None) -> yaml.ScalarNode | None:
     """The second key of two that are the same; YAML would take the last one without a word."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()

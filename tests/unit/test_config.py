@@ -255,7 +255,12 @@ def test_a_file_that_holds_no_mapping(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [1\n", "a: 'x\n", "\t a: 1\n", "a: 1\n--- \nb: 2\n", "a: !!python/name:os.system\n", "a: &x [*y]\n"]
+    "text",
+    [
+        *("a: [1\n", "a: 'x\n", "\t a: 1\n", "a: 1\n--- \nb: 2\n", "a: !!python/name:os.system\n", "a: &x [*y]\n"),
+        *("a: 2026-13-45\n", "a: " + "9" * 5000, "a: &x [*x]\n", "a: " + "[" * 5000),
+    ],
+    ids=range(10),
 )
 def test_a_file_that_is_no_yaml(tmp_path: Path, text: str) -> None:
     assert errors(tmp_path, text)[0].startswith("FILE: not YAML: ")

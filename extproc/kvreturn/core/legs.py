@@ -3,6 +3,9 @@
 What joins them is P's answer, which the orchestrator hands on to D whole: P's engine and request ids in it are where
 the P leg leaves a note for the D leg. The note is found only if both legs have the same prompt. Where it is not found,
 nobody can tell whether what D pulled from P belongs to what D says that it holds, so D's handle is not kept.
+
+P lets its blocks be read once, so the note is taken, as a handle is: a D leg that is sent again may go to another D,
+which would read what stands in those blocks by then.
 """
 
 import json
@@ -19,9 +22,9 @@ from kvreturn.core.fingerprint import canonical, keyed_hash
 from kvreturn.core.handle import PARAMS
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 from kvreturn.core.outcome import Outcome
-from kvreturn.core.ports import Ask, Effect, Forward, Put, Recall, Record, Refuse, Reply, Result, Taken, expect
+from kvreturn.core.ports import Ask, Effect, Forward, Put, Record, Refuse, Reply, Result, Take, Taken, expect
 from kvreturn.core.prefill import PrefillError, read_prefill
-from kvreturn.core.scrub import scrub_nested
+from kvreturn.core.scrub import may_hold_params, scrub_nested
 from kvreturn.core.turn import SLACK_TOKENS, Turn
 
 _NOTE = 60.0  # seconds; P's own lease of its blocks is 30
@@ -31,15 +34,25 @@ _ERRORS, _SERVER_ERRORS, _GATEWAY_TIMEOUT = 400, 500, 504
 
 
 class _Leg(Turn):
-    """What both have in common: the orchestrator's own parameters stay, and nothing is ever refused."""
+    """What both have in common: the orchestrator's own parameters stay, and what cannot be read is for the node.
+
+    The one thing that is refused is a body that cannot be read, and might bring a node parameters of a client's.
+    """
 
     theirs = b"null"
     shape = b""  # digest of all that shapes the prompt, nothing left out
 
     def request(self, body: bytes) -> Generator[Effect, Result, Forward | Refuse]:
-        """See `Turn.request`. What cannot be read goes on as it is: the node says what is wrong with it."""
+        """See `Turn.request`. What cannot be read goes on: the node says what is wrong with it."""
         try:
-            prompt = self._read(scrub_nested(ObjectText(body)))
+            self.body = scrub_nested(ObjectText(body))
+        except JSONTextError as e:
+            self.facts.outcome = Outcome.REJECTED
+            # The node may read what we do not: it knows no bounds of ours, and more encodings.
+            unread = Refuse(400, self.api.error(f"kvreturn: {e}", "BadRequestError", 400))
+            return unread if may_hold_params(body) else Forward(body)
+        try:
+            prompt = self._read(self.body)
             self.theirs = self.body.get(PARAMS) or b"null"
             self.shape = keyed_hash(self._scope.key, canonical(shaping(self.body, ())))
             params = loads(self.theirs)
@@ -52,7 +65,7 @@ class _Leg(Turn):
             return Forward(self.body.text)
         except (JSONTextError, BadRequestError):
             self.facts.outcome = Outcome.REJECTED
-            return Forward(body)
+            return Forward(self.body.text)
 
     def _joined(self, params: Mapping[str, Any]) -> Generator[Effect, Result, Forward]:
         """The request side of a leg with these parameters."""
@@ -138,6 +151,7 @@ class PrefillLeg(_Leg):
         turns = self.taken.record.turns if self.taken.record else 0
         note = Record(
             _NOTE,
+            b"",
             decode_node=self.decode_node,
             prefill_node=answer.node,
             prompt=answer.usage.prompt or 0,
@@ -157,10 +171,12 @@ class DecodeLeg(_Leg):
     _known = False
 
     def _joined(self, params: Mapping[str, Any]) -> Generator[Effect, Result, Forward]:
-        recalled = expect(Taken, (yield Recall(self._note_key(params))))
-        note = recalled.record
+        taken = expect(Taken, (yield Take([self._note_key(params)])))
+        note = taken.record
+        if taken.reason is Outcome.ALREADY_TAKEN:
+            return Forward(self.body.without([PARAMS]))  # D computes by itself
         if note:
-            self._known, self.taken = True, recalled
+            self._known, self.taken = True, taken
             self.decode_node, self.prefill_node = note.decode_node, note.prefill_node
             self.facts.prefill.prompt = note.prompt
         assert self.prompt

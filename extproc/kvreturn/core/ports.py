@@ -22,7 +22,8 @@ class Record:
 
     Attributes:
         ttl: seconds for which the handle may be used.
-        handle: D's `kv_transfer_params`, raw; None if the turn left none.
+        handle: D's `kv_transfer_params`, raw; None if the turn left none. Empty for what is no turn, but is taken once
+            like one.
         reason: why there is none; the outcome of the turn that looks for it.
         decode_node: address of the D that holds the conversation.
         prefill_node: address of the P that computed its prompt.

@@ -138,7 +138,7 @@ class Lifecycle:
     async def _free(self, taken: Sequence[Taken], credentials: Mapping[str, str]) -> Ended:
         for one in taken:
             self._world.took(one)
-        held = [t.record for t in taken if t.record and t.record.handle is not None]
+        held = [t.record for t in taken if t.record and t.record.handle]
         told = await asyncio.gather(*(self._world.freeing.free(record, credentials) for record in held))
         return Ended(len(taken), len(held), sum(told))
 

@@ -22,7 +22,7 @@ from kvreturn.core.identity import find_session
 from kvreturn.core.jsontext import ObjectText
 from kvreturn.core.legs import DecodeLeg, PrefillLeg
 from kvreturn.core.policy import Policy
-from kvreturn.core.ports import Forward, Put, Refuse, Reply
+from kvreturn.core.ports import Put, Refuse, Reply
 from kvreturn.core.refusal import strip_refusal
 from kvreturn.core.scrub import OWN_HEADERS
 from kvreturn.envoy.names import PREFILL_NODE_KEY
@@ -51,7 +51,7 @@ L = TypeVar("L", PrefillLeg, DecodeLeg)
 
 
 class _LegExchange(Exchange):
-    """What both roles have in common. Nothing is refused but what Envoy's set-up makes impossible."""
+    """What both roles have in common. Little is refused: what Envoy's set-up makes impossible, and what `_Leg` does."""
 
     _keeps = False  # nodes of this role keep responses for clients
 
@@ -100,7 +100,8 @@ class _LegExchange(Exchange):
         self._forwarded = True
         headers = {h: self._headers[h] for h in PREFILL_HEADERS if h in self._headers}
         decision = await drive(self._turn, request.take(), self._world, self._record, headers)
-        assert isinstance(decision, Forward)
+        if isinstance(decision, Refuse):
+            return self._answer(decision)
         changes = self._outward(self._own())
         return request.forward(decision.body, changes, self._metadata(changes, decision.decode_node, decision.slack))
 

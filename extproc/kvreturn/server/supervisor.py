@@ -10,6 +10,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from kvreturn.config import ConfigError, Settings
 
@@ -70,7 +71,12 @@ class Supervisor:
         deaths, first = 0, True
         while not self._stopping.is_set():
             begun = time.monotonic()
-            process = await self._start(index)
+            try:
+                process = await self._start(index)
+            except OSError as e:  # a machine that is short of memory, which may be why the last one died
+                log.error("worker %d cannot be started (%s); it is tried again in %g s", index, e, _BACKOFF[-1])  # noqa: TRY400
+                await _unless(self._stopping, _BACKOFF[-1])
+                continue
             code = await process.wait()
             del self._running[index]
             if self._stopping.is_set():
@@ -81,11 +87,12 @@ class Supervisor:
                 self._fail(f"worker {index} could not start; its last lines say why")
                 return
             first = False
-            deaths = deaths + 1 if code and time.monotonic() - begun < _SOON else 0
+            deaths = deaths + 1 if code not in {0, REFUSED} and time.monotonic() - begun < _SOON else 0
             if deaths >= _GIVE_UP:
                 self._fail(f"worker {index} {_how(code)}, {deaths} times in a row within {_SOON:g} s of its start")
                 return
-            delay = _BACKOFF[min(deaths, len(_BACKOFF) - 1)]
+            # Refused now: the settings are not what they were, and the others go on with those that they have.
+            delay = _BACKOFF[-1 if code == REFUSED else min(deaths, len(_BACKOFF) - 1)]
             log.error("worker %d (pid %d) %s; it is started again in %g s", index, process.pid, _how(code), delay)
             await _unless(self._stopping, delay)
 
@@ -99,7 +106,7 @@ class Supervisor:
         self._running[index] = process
         log.info("worker %d is process %d", index, process.pid)
         if self._stopping.is_set():
-            process.terminate()
+            _signal(process, signal.SIGTERM)
         return process
 
     def _stop(self) -> None:
@@ -113,7 +120,7 @@ class Supervisor:
 
     def _pass_on(self, number: signal.Signals) -> None:
         for process in self._running.values():
-            process.send_signal(number)
+            _signal(process, number)
 
     def _patience(self) -> float:
         """Seconds until a worker that has not ended is stuck, by the settings of now."""
@@ -121,6 +128,11 @@ class Supervisor:
             return self._load().drain_timeout + _BEYOND
         except ConfigError:
             return Settings.model_fields["drain_timeout"].default + _BEYOND  # type: ignore[no-any-return]
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has just died, and `_keep` has not seen it yet
+        process.send_signal(number)
 
 
 async def _unless(event: asyncio.Event, seconds: float) -> None:

@@ -161,7 +161,7 @@ class MemoryStore:
                 record = entry.record
                 if record is not None and now - entry.put_at >= record.ttl:
                     self._bury(entry, Outcome.EXPIRED)
-                    self.expired += record.handle is not None
+                    self.expired += bool(record.handle)
                     record = None
                 if record is None:
                     reason = reason or entry.reason
@@ -185,7 +185,7 @@ class MemoryStore:
             _, serial = heapq.heappop(self._ends)
             entry = self._live.get(serial)
             if entry and entry.record and now - entry.put_at >= entry.record.ttl:  # not replaced meanwhile
-                self.expired += entry.record.handle is not None
+                self.expired += bool(entry.record.handle)
                 self._bury(entry, Outcome.EXPIRED)
         for _ in range(2 * _SWEEP):
             entry = next(iter(self._gone.values()), None)

@@ -137,6 +137,8 @@ class RedisStore:
     async def end(self, conversation: bytes) -> Sequence[Taken]:
         """See `SessionStore.end`. Two round trips; each record is taken atomically.
 
+        The pointers stay until their time is over, as those of turns do: one that was added meanwhile must not go.
+
         Raises:
             StoreError: nothing is known.
         """
@@ -147,8 +149,7 @@ class RedisStore:
             pipe = client.pipeline(transaction=False)
             for pointer in pointers:
                 pipe.getdel(_RECORD + pointer.id)
-            pipe.delete(name)
-            *values, _ = await pipe.execute()
+            values = await pipe.execute()
         found = [_Found(conversation, p, v) for p, v in zip(pointers, values, strict=True)]
         taken = []
         for one in found:

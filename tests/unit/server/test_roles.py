@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -223,6 +223,16 @@ async def test_a_decode_leg_without_a_prefill_leg_leaves_nothing_that_stays_pinn
     assert proxy.router.handles == 0
 
 
+async def test_a_decode_leg_that_is_sent_again_does_not_bring_d_blocks_that_p_has_let_go_of() -> None:
+    """P's blocks can be read once. A D that has not read them itself cannot know that another one has."""
+    proxy = Proxy()
+    told = sent_params((await proxy.prefill(FIRST)).client.body)
+    assert sent_params((await proxy.decode(FIRST, told)).upstream.body) == told
+    again = await proxy.decode(FIRST, told)
+    assert again.upstream.body == chat(*FIRST, stream=True)
+    assert again.client.body == b"".join(decode_events())
+
+
 # --- failures ---
 
 
@@ -303,6 +313,31 @@ async def test_a_handle_that_a_client_hid_in_another_member_does_not_pass() -> N
         await proxy.decode(FIRST, prefill_params(), vllm_xargs={"kv_transfer_params": handle(), "a": 1}),
     ):
         assert json.loads(leg.upstream.body)["vllm_xargs"] == {"a": 1}
+
+
+_HIDING: dict[str, Callable[[Any], bytes]] = {
+    "behind more than we parse": lambda x: chat("Hi", vllm_xargs={"kv_transfer_params": x, "a": "a" * 300_000}),
+    "beside more members than we read": lambda x: chat(
+        "Hi", vllm_xargs={"kv_transfer_params": x}, **{f"m{i}": 0 for i in range(10_001)}
+    ),
+    "below more levels than we go": lambda x: chat("Hi", vllm_xargs={"kv_transfer_params": x}, deep="?").replace(
+        b'"?"', b"[" * 9_000 + b"]" * 9_000
+    ),
+    "in an encoding that only the node knows": lambda x: (
+        chat("Hi", vllm_xargs={"kv_transfer_params": x}).decode().encode("utf-16")
+    ),
+    "in a prompt that we do not understand": lambda x: chat("Hi", messages=5, vllm_xargs={"kv_transfer_params": x}),
+}
+
+
+@pytest.mark.parametrize("body", _HIDING.values(), ids=_HIDING)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_handle_that_a_client_hid_where_we_cannot_look_does_not_pass(
+    role: str, body: Callable[[Any], bytes]
+) -> None:
+    leg = await Proxy().play(role, body(handle()), Response([b"{}"], headers=JSON))
+    assert b"engine-of-d" not in leg.upstream.body.replace(b"\0", b"")
+    assert leg.client.status == (400 if not leg.upstream.body else 200)
 
 
 async def test_a_store_that_fails_makes_turns_cold_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +29,8 @@ async def main():
     await server.stop(0)
 asyncio.run(main())
 """
+
+SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 
 
 def supervise(code: str, count: int = 1, drain_timeout: float = 1.0) -> Supervisor:
@@ -89,6 +92,52 @@ async def test_a_worker_that_cannot_start_is_not_tried_again(caplog: pytest.LogC
     with pytest.raises(SupervisorError, match="worker 0 could not start"):
         await asyncio.wait_for(supervise(f"raise SystemExit({REFUSED})").run(), 10)
     assert "started again" not in caplog.text
+
+
+async def test_a_worker_that_refuses_settings_which_were_changed_waits_for_good_ones_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "_BACKOFF", (0.0, 0.01))
+    bad = tmp_path / "bad"
+    one = supervise(f"import os, time\nif os.path.exists({str(bad)!r}): os._exit({REFUSED})\n{SLEEPS}", 2)
+    running = asyncio.create_task(one.run())
+    written: list[str] = []
+
+    def are_up(times: int) -> bool:
+        written.append(capfd.readouterr().out)
+        return "".join(written).count("up") == times
+
+    await until(partial(are_up, 2))
+    bad.touch()
+    one._running[1].kill()
+    await until(lambda: caplog.text.count(f"exited with code {REFUSED}; it is started again") == 6)
+    bad.unlink()
+    await until(partial(are_up, 3))
+    one._stop()
+    await asyncio.wait_for(running, 10)
+
+
+async def test_a_worker_that_the_machine_has_no_room_for_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "_BACKOFF", (0.0, 0.01))
+    programs = iter(["/nowhere", sys.executable])  # the system's refusal comes as an OSError either way
+    one = Supervisor(1, lambda _: [next(programs), "-c", SLEEPS], settings)
+    running = asyncio.create_task(one.run())
+    await until(lambda: "up" in capfd.readouterr().out)
+    one._stop()
+    await asyncio.wait_for(running, 10)
+
+
+async def test_a_worker_that_has_just_died_keeps_no_signal_from_the_others(capfd: pytest.CaptureFixture[str]) -> None:
+    one = supervise(SLEEPS)
+    running = asyncio.create_task(one.run())
+    await until(lambda: "up" in capfd.readouterr().out)
+    dead = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await dead.wait()
+    one._running = {1: dead, **one._running}
+    one._stop()
+    await asyncio.wait_for(running, 10)
 
 
 async def test_a_worker_that_does_not_end_is_killed_and_told(

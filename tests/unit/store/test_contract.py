@@ -77,6 +77,12 @@ async def test_under_one_key_the_newest_goes_first(subject: Subject) -> None:
     assert taken == [handle("3"), handle("2"), handle("1"), None]
 
 
+async def test_what_is_taken_once_need_hold_no_handle(subject: Subject) -> None:
+    await subject.store.put([A], Record(60.0, b"", decode_node="d:1"))
+    assert await take(subject, A) == (Record(60.0, b"", decode_node="d:1"), None)
+    assert await take(subject, A) == (None, Outcome.ALREADY_TAKEN)
+
+
 async def test_fr54_of_20_concurrent_requests_one_gets_the_handle(subject: Subject) -> None:
     await subject.store.put([A, B], handle())
     taken = await asyncio.gather(*(subject.store.take([A, B]) for _ in range(20)))

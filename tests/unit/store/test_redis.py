@@ -257,3 +257,22 @@ async def test_a_pointer_that_somebody_moved_ends_nobody_elses_conversation(make
     client: Any = store._client  # typed as if keys were text
     await client.copy(b"kvr1c:" + C, b"kvr1c:" + B)
     assert await store.end(B) == []
+
+
+async def test_what_a_turn_leaves_while_its_conversation_ends_is_found_when_that_is_ended_again(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = make(), make()
+    await store.put([A], handle("first"), C)
+    look = store._client.zrange
+
+    async def and_meanwhile(*args: Any) -> Any:  # noqa: ANN401 - the client's own
+        found = await look(*args)
+        await other.put([B], handle("second"), C)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._client, "zrange", and_meanwhile)
+        assert [t.record for t in await store.end(C)] == [handle("first")]
+    assert [t.record for t in await store.end(C)] == [handle("second")]
+    assert await store.end(C) == []
