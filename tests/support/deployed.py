@@ -22,7 +22,7 @@ from kvreturn.envoy.runner import find_envoy
 
 ROOT = Path(__file__).resolve().parents[2]
 Json = dict[str, Any]
-LONG = {"max_tokens": 160, "ignore_eos": True}
+LONG = {"max_tokens": 96, "ignore_eos": True}
 """Of a request: an answer of more tokens than `limits.min_tokens`, so that there is something to read back."""
 
 _STOP = 10.0  # seconds

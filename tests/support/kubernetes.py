@@ -60,7 +60,7 @@ class Cluster:
         """Start the pods of a Deployment; returns when all are ready."""
         spec = self.of("Deployment", name)["spec"]
         pods = self.pods[name] = []
-        for i in range(spec["replicas"] if replicas is None else replicas):
+        for i in range(replicas or spec.get("replicas") or self._least(name)):
             pod = Container(f"{name}-{i}", f"{self.here}.{1 + sum(map(len, self.pods.values()))}")
             pods.append(pod)
             template = spec["template"]["spec"]
@@ -91,6 +91,15 @@ class Cluster:
             "endpoints": [{"addresses": [pod.own], "conditions": _READY} for pod in self.pods.get(name, [])],
         }
         return web.json_response({"metadata": {"resourceVersion": "1"}, "items": [piece]})
+
+    def _least(self, name: str) -> int:
+        """How many an autoscaler makes of a Deployment at least."""
+        (scaler,) = [
+            o["spec"]
+            for o in self.objects
+            if o["kind"] == "HorizontalPodAutoscaler" and o["spec"]["scaleTargetRef"]["name"] == name
+        ]
+        return int(scaler["minReplicas"])
 
     def _place(self, pod: Container, template: Json, container: Json) -> None:
         """Give a pod the volumes and the environment of a container of it."""
