@@ -1,4 +1,4 @@
-"""Write what is generated: outcomes and configuration reference in README.md, and docs/metrics.md.
+"""Write what is generated: parts of README.md, docs/metrics.md, Envoy's bootstraps, the Prometheus operator's alerts.
 
 usage: python scripts/gen_docs.py [--check]
 """
@@ -6,6 +6,7 @@ usage: python scripts/gen_docs.py [--check]
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -135,7 +136,24 @@ def _bootstrap(example: str) -> str:
     return render(load_settings(ROOT / f"examples/{example}.yaml", {}))
 
 
+RULES = """\
+# Made by `make docs` from deploy/prometheus/alerts.yml.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: kvreturn
+spec:
+"""
+
+
+def prometheus_rule() -> str:
+    """The alerts as the Prometheus operator has them."""
+    _, groups, rest = (ROOT / "deploy/prometheus/alerts.yml").read_text().partition("groups:\n")
+    return RULES + textwrap.indent(groups + rest, "  ")
+
+
 GENERATED: dict[str, Callable[[], str]] = {"README.md": readme, "docs/metrics.md": metrics}
+GENERATED["deploy/kubernetes/components/observability/rules.yaml"] = prometheus_rule
 GENERATED |= {f"envoy/{name}.yaml": partial(_bootstrap, example) for example, name in BOOTSTRAPS.items()}
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import betterproto2
 from kvreturn.config import ConfigError
 from kvreturn.core.address import split_address
 from kvreturn.envoy import names
-from kvreturn.envoy.ports import is_ip, reachable
+from kvreturn.envoy.ports import is_ip, may_be_several, reachable
 from kvreturn.envoy.protos import (
     Any,
     cluster_pb,
@@ -119,10 +119,10 @@ def router_cluster(listens: Sequence[str]) -> cluster_pb.Cluster:
     No HTTP/2 keepalive: a gRPC server hangs up on a peer that pings an idle connection more than every five minutes.
 
     Args:
-        listens: `host:port` or `unix:/path` that each server binds.
+        listens: `host:port` or `unix:/path` that each server binds; a name may stand for several.
     """
     cluster = _cluster(names.ROUTER_CLUSTER, [reachable(listen) for listen in listens], timedelta(seconds=1))
-    if len(listens) > 1:
+    if may_be_several(listens):
         _spread(cluster)
     cluster.typed_extension_protocol_options[_HTTP_OPTIONS] = Any.pack(
         http_pb.HttpProtocolOptions(

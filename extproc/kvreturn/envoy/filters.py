@@ -7,6 +7,7 @@ import betterproto2
 
 from kvreturn.config import Settings
 from kvreturn.envoy import names
+from kvreturn.envoy.ports import may_be_several
 from kvreturn.envoy.protos import (
     Any,
     core_pb,
@@ -61,7 +62,7 @@ def ext_proc(settings: Settings, role: Role) -> hcm_pb.HttpFilter:
         grpc_service=core_pb.GrpcService(
             envoy_grpc=core_pb.GrpcServiceEnvoyGrpc(cluster_name=names.ROUTER_CLUSTER),
             initial_metadata=[] if role == names.GATEWAY else [core_pb.HeaderValue(key=names.ROLE_HEADER, value=role)],
-            retry_policy=_another_router() if len(router_listens(settings)) > 1 else None,
+            retry_policy=_another_router() if may_be_several(router_listens(settings)) else None,
         ),
         # Never let a body pass unread: it could carry a client's own kv_transfer_params (field report 31).
         failure_mode_allow=False,

@@ -2,7 +2,7 @@
 
 import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvreturn.core.address import split_address
 
@@ -30,6 +30,12 @@ def reachable(listen: str) -> str:
     if not is_ip(host) or not ipaddress.ip_address(host).is_unspecified:
         return listen
     return f"[::1]:{port}" if ":" in host else f"127.0.0.1:{port}"
+
+
+def may_be_several(listens: Sequence[str]) -> bool:
+    """Whether more than one server may be behind these: a name stands for all its addresses (a headless Service)."""
+    hosts = [split_address(listen)[0] for listen in listens if not listen.startswith("unix:")]
+    return len(listens) > 1 or any(not is_ip(host) and host != "localhost" for host in hosts)
 
 
 def unavailable(listens: Mapping[str, str]) -> list[str]:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from kvreturn.envoy import names
+from kvreturn.envoy.ports import may_be_several
 from kvreturn.envoy.reading import FULL_DUPLEX, Doc, Modes, endpoints, is_type, seconds
 from kvreturn.envoy.subject import Subject
 
@@ -163,7 +164,8 @@ def _router_retries(s: Subject) -> Iterator[Finding]:
 def _router_health(s: Subject) -> Iterator[Finding]:
     name = s.config.get("grpc_service", {}).get("envoy_grpc", {}).get("cluster_name", "")
     cluster = s.clusters.get(name, {})
-    if len(endpoints(cluster)) > 1 and not any("grpc_health_check" in h for h in cluster.get("health_checks", [])):
+    checked = any("grpc_health_check" in check for check in cluster.get("health_checks", []))
+    if may_be_several(endpoints(cluster)) and not checked:
         what = (
             "several routers and no grpc_health_check: a router that drains or has died keeps getting its share of "
             "streams, which fail; add one, and outlier_detection with consecutive_local_origin_failure"

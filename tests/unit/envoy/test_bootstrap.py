@@ -318,6 +318,7 @@ def test_the_protos_come_without_pydantics_warnings() -> None:
 
 class TestSeveralRouters:
     ROUTERS: Json = {"envoy": {"routers": ["10.0.0.9:9090", "10.0.0.10:9090"]}}  # noqa: RUF012 - never changed
+    NAMED: Json = {"envoy": {"routers": ["kvreturn-router:9090"]}}  # noqa: RUF012 - never changed; a headless Service
 
     def test_one_that_breaks_off_or_drains_gets_no_more_streams(self) -> None:
         made = cluster("kvreturn_router", settings(**self.ROUTERS))
@@ -327,7 +328,13 @@ class TestSeveralRouters:
         assert made.outlier_detection.enforcing_consecutive_5xx == 0
         assert [check.grpc_health_check is not None for check in made.health_checks] == [True]
 
-    @pytest.mark.parametrize("several", [ROUTERS, {"workers": 2, "store": {"url": "redis://h"}, "secret": "s"}])
+    def test_all_addresses_of_a_name_are_routers(self) -> None:
+        made = cluster("kvreturn_router", settings(**self.NAMED))
+        assert made.type == cluster_pb.ClusterDiscoveryType.STRICT_DNS
+        assert made.load_balancing_policy
+        assert [check.grpc_health_check is not None for check in made.health_checks] == [True]
+
+    @pytest.mark.parametrize("several", [ROUTERS, NAMED, {"workers": 2, "store": {"url": "redis://h"}, "secret": "s"}])
     def test_only_what_no_router_has_seen_is_sent_again(self, several: Json) -> None:
         service = ext_proc(settings(**several)).grpc_service
         assert service

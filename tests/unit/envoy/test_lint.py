@@ -125,6 +125,7 @@ BREAKS: list[tuple[str, list[tuple[str, str]]]] = [
     ("27-router-retries", [(SERVICE, f"{SERVICE[:-1]}, retry_policy: {{retry_on: 'connect-failure,reset'}}}}")]),
     ("27-router-retries", [(SERVICE, f"{SERVICE[:-2]}, retry_policy: {{retry_on: unavailable}}}}}}")]),
     ("129-router-health", [(ROUTER_ENDPOINT, ROUTER_ENDPOINT + ROUTER_ENDPOINT.replace("9090", "9092"))]),
+    ("129-router-health", [(ROUTER_ENDPOINT, ROUTER_ENDPOINT.replace("127.0.0.1", "kvreturn.svc"))]),
     ("28-mutation-rules", [config("mutation_rules: {allow_all_routing: true}")]),
     ("28-mutation-rules", [config("mutation_rules: {allow_envoy: true}")]),
     ("28-mutation-rules", [config("mutation_rules: {disallow_all: true}")]),
