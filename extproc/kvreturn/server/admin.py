@@ -114,7 +114,7 @@ def _section(world: World) -> Handler:
             raise web.HTTPBadRequest(reason="`limit` is a number of sessions")
         clearing = world.lifecycle.clearing
         store = await view.store(world, min(int(most[:9]), view.SESSIONS))
-        return {"sessions": store["sessions"], "ending_all": asdict(clearing) if clearing else None}
+        return {"sessions": store.get("sessions", []), "ending_all": asdict(clearing) if clearing else None}
 
     sections: dict[str, Callable[[web.Request], Awaitable[object]]] = {
         "state": lambda _: view.state(world),

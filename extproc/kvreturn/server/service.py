@@ -49,13 +49,13 @@ class ExternalProcessor:
         context: "grpc.aio.ServicerContext[ProcessingRequest, Message]",
     ) -> None:
         """One stream: one HTTP exchange."""
-        task = asyncio.current_task()
-        assert task
-        self.running.add(task)
         role = dict(context.invocation_metadata() or ()).get(names.ROLE_HEADER, names.GATEWAY)
         if role not in _ROLES:
             log.error("Envoy's metadata %s: %r is no role; there are %s", names.ROLE_HEADER, role, ", ".join(_ROLES))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "kvreturn: no such role")
+        task = asyncio.current_task()
+        assert task
+        self.running.add(task)
         exchange = _ROLES[role](self._world)
         try:
             with self._world.metrics.live.track_inprogress():

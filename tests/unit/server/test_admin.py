@@ -289,6 +289,7 @@ async def test_sessions_are_a_bounded_page_of_digests() -> None:
     (recent, *_) = (await section(router, "turns"))["recent"]
     assert {one["conversation"] for one in seen if one["handle"]} == {recent["session"]}
     assert len((await section(router, f"sessions?limit={'9' * 30}"))["sessions"]) == 6  # and where the session was
+    assert (await section(router, "sessions?limit=0"))["sessions"] == []
     async with admin(router) as client:
         for limit in ("-1", "x", "", "²"):
             assert (await client.get("/kvreturn/sessions", params={"limit": limit})).status == 400

@@ -373,9 +373,11 @@ async def test_both_legs_get_their_tenants_salt() -> None:
 
 
 async def test_another_word_for_a_role_is_refused() -> None:
-    envoy = Proxy().router.envoy(role="prefil")
+    router = Proxy().router
+    envoy = router.envoy(role="prefil")
     await envoy.play(Request(pieces=[chat("Hi")]), Response())
     assert envoy.failed is grpc.StatusCode.INVALID_ARGUMENT
+    assert not router.service.running
 
 
 # --- proof by the router, or none ---
