@@ -146,7 +146,7 @@ async def scripted(folder: Path, p: Scripted, **changes: Any) -> AsyncIterator[l
         (Scripted(completion=_told(tp=2)), "flags.tensor_parallel_size", "warn", "differs"),
         (Scripted(completion=_told(ucx_tls="tcp")), "transport", "warn", "over TCP"),
         (Scripted(completion=_told(backends=["LIBFABRIC"])), "transport", "fail", "differs"),
-        (Scripted(completion=_told(time=time.time() - 3600)), "clock", "warn", "-36"),
+        (Scripted(completion=_told(time=time.time() - 36_000)), "clock", "warn", "-36"),
         (Scripted(headers={"date": "Sun, 01 Nov 2020 00:00:00 GMT"}), "clock", "warn", " s against this machine"),
         (Scripted(completion=_told(ttl="soon", tp=True, backends=1)), "node.connector", "ok", "kvreturn connector"),
         (Scripted(completion=lambda _: (200, LEAK)), "node.connector", "ok", "stock"),
