@@ -15,6 +15,7 @@ from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpHeaders,
     ProcessingRequest,
 )
+from kvreturn.core.address import split_seat
 from kvreturn.core.api import API
 from kvreturn.core.capture import BodyCapture
 from kvreturn.core.handle import PARAMS
@@ -154,7 +155,7 @@ class PrefillExchange(_LegExchange):
             return [CONTINUE_RESPONSE_HEADERS]
         assert self._record
         headers = read_headers(message.response_headers.headers)
-        status, node = int(headers.get(":status", "0") or 0), read_upstream(message) or self._chosen
+        status, node = int(headers.get(":status", "0") or 0), self._answered_by(read_upstream(message))
         if self._leg.is_ours(status):
             again = await self._again(status)
             if again:
@@ -167,6 +168,12 @@ class PrefillExchange(_LegExchange):
         if message.response_headers.end_of_stream:
             await self._settle(end=True)
         return [headers_answer(response=True, common=CommonResponse())]
+
+    def _answered_by(self, upstream: str | None) -> str | None:
+        """The engine that answered, by the node that Envoy names and the rank that was asked for."""
+        if upstream is None or self._chosen is None:
+            return upstream or self._chosen
+        return self._world.prefill.seat(upstream, split_seat(self._chosen)[1])
 
     async def _again(self, status: int) -> list[Message] | None:
         """Ask once more, cold: what our handle breaks is not the orchestrator's fault. None if that fails too."""

@@ -43,6 +43,7 @@ class Supervisor:
         self._running: dict[int, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
         self._failures: list[str] = []
+        self._drain = 0.0  # the longest `drain_timeout` that a worker may go by
 
     async def run(self) -> None:
         """Start the workers, and return when a signal has come and they have drained.
@@ -50,15 +51,17 @@ class Supervisor:
         Raises:
             SupervisorError: a worker cannot be kept alive, or did not end well. All have ended by then.
         """
+        self._look()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop)
-        loop.add_signal_handler(signal.SIGHUP, self._pass_on, signal.SIGHUP)
+        loop.add_signal_handler(signal.SIGHUP, self._reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         keepers = [asyncio.create_task(self._keep(index)) for index in range(self._count)]
         await self._stopping.wait()
         log.info("stopping %d workers", len(self._running))
-        _, slow = await asyncio.wait(keepers, timeout=self._patience())
+        self._look()
+        _, slow = await asyncio.wait(keepers, timeout=self._drain + _BEYOND)
         if slow:
             self._pass_on(signal.SIGKILL)
         await asyncio.gather(*keepers)
@@ -122,12 +125,14 @@ class Supervisor:
         for process in self._running.values():
             _signal(process, number)
 
-    def _patience(self) -> float:
-        """Seconds until a worker that has not ended is stuck, by the settings of now."""
-        try:
-            return self._load().drain_timeout + _BEYOND
-        except ConfigError:
-            return Settings.model_fields["drain_timeout"].default + _BEYOND  # type: ignore[no-any-return]
+    def _reload(self) -> None:
+        self._pass_on(signal.SIGHUP)
+        self._look()
+
+    def _look(self) -> None:
+        """See how long workers may drain. Who has not reloaded, or refused to, goes by what was there before."""
+        with suppress(ConfigError):
+            self._drain = max(self._drain, self._load().drain_timeout)
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

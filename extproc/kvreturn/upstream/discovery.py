@@ -41,11 +41,20 @@ class NameWatch:
         interval: seconds between two looks.
         members: gets what is found.
         ask: resolves one name.
+        known: what names have led to, for those that lead to nothing now; gets what is found.
     """
 
-    def __init__(self, nodes: Sequence[str], interval: float, members: Members, ask: Resolve = resolve) -> None:
-        self._found = {n: [n] if is_ip(split_address(n)[0]) else [] for n in nodes}
-        self._names = [n for n, found in self._found.items() if not found]
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        interval: float,
+        members: Members,
+        ask: Resolve = resolve,
+        known: dict[str, list[str]] | None = None,
+    ) -> None:
+        self._fixed = {n for n in nodes if is_ip(split_address(n)[0])}
+        self._names = [n for n in dict.fromkeys(nodes) if n not in self._fixed]
+        self._known = {} if known is None else known
         self._interval = interval
         self._members = members
         self._ask = ask
@@ -59,7 +68,8 @@ class NameWatch:
     async def look(self) -> None:
         """Look once."""
         await asyncio.gather(*map(self._look, self._names))
-        if all_found := {a for found in self._found.values() for a in found}:
+        found = (address for name in self._names for address in self._known.get(name, ()))
+        if all_found := self._fixed.union(found):
             self._members.are(all_found)
 
     async def _look(self, name: str) -> None:
@@ -72,7 +82,7 @@ class NameWatch:
             self._members.unknown("failed", name, str(e) or "no answer in time")
         else:
             if found:
-                self._found[name] = found
+                self._known[name] = found
                 self._members.well(name)
             else:
                 self._members.unknown("empty", name, "it has no addresses")
@@ -93,6 +103,7 @@ class Discovery:
         self._pools = pools
         self._metrics = metrics
         self._ask = ask
+        self._known: dict[str, list[str]] = {}
         self._tasks: dict[Pool, asyncio.Task[None]] = {}
 
     async def __aenter__(self) -> Self:
@@ -131,7 +142,7 @@ class Discovery:
         if source.endpoint_slices:
             watch = SliceWatch(source.endpoint_slices, members)
         elif names := asked_for(source, self._settings):
-            watch = NameWatch(names, source.interval, members, self._ask)
+            watch = NameWatch(names, source.interval, members, self._ask, self._known)
         else:
             return None
         self._tasks[pool] = asyncio.create_task(watch.run())

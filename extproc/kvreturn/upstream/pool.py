@@ -229,10 +229,10 @@ class Pool:
 
     def _node(self, address: str) -> Node:
         """What is known of the node, or a new one."""
-        node = self._nodes.get(address)
-        return (
-            node if node and len(node.engines) == self.ranks else Node(address, [Engine() for _ in range(self.ranks)])
-        )
+        node = self._nodes.get(address) or Node(address)
+        if len(node.engines) != self.ranks:
+            node.engines = [Engine() for _ in range(self.ranks)]
+        return node
 
     def _engine(self, name: str) -> Engine | None:
         address, rank = split_seat(name)

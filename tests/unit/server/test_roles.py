@@ -427,6 +427,16 @@ async def test_a_handle_is_taken_once() -> None:
     assert proxy.router.outcomes() == {"first_turn": 1, "hit": 1, "already_taken": 1}
 
 
+async def test_conversations_come_back_to_the_ranks_of_a_prefill_node_that_have_them() -> None:
+    proxy = Proxy(harness(pools={"prefill": {"static": [PREFILL], "ranks": 2}, "decode": [DECODE]}), headers=JSON)
+    ranks = []
+    for contents in (["a"], ["b"], ["b", "Good morning", "And?"], ["a", "Good morning", "And?"]):
+        p = await proxy.turn(contents)
+        assert p.upstream.headers is not None
+        ranks.append(p.upstream.headers["x-data-parallel-rank"])
+    assert ranks == ["0", "1", "1", "0"]
+
+
 async def test_the_admin_view_tells_of_a_turn_once_and_keeps_none_that_is_over() -> None:
     proxy = Proxy()
     await proxy.turn(FIRST)

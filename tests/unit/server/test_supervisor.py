@@ -157,6 +157,20 @@ async def test_a_worker_that_does_not_end_is_killed_and_told(
     assert process.returncode == -signal.SIGKILL
 
 
+async def test_workers_that_have_not_read_a_shorter_drain_timeout_get_the_time_that_they_know_of(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "_BEYOND", 0.1)
+    file = [5.0]
+    drains = "import signal, time\nsignal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.7), exit(0)))\n" + SLEEPS
+    one = Supervisor(1, lambda _: [sys.executable, "-c", drains], lambda: settings(drain_timeout=file[0]))
+    running = asyncio.create_task(one.run())
+    await until(lambda: "up" in capfd.readouterr().out)
+    file[0] = 0.1  # and no SIGHUP
+    one._stop()
+    await asyncio.wait_for(running, 10)
+
+
 async def test_a_sighup_that_comes_early_waits_for_the_worker(capfd: pytest.CaptureFixture[str]) -> None:
     early = (
         "import signal, time, sys\ntime.sleep(0.2)\nsignal.signal(signal.SIGHUP, lambda *_: print('hup', flush=True))\n"

@@ -95,6 +95,22 @@ async def test_what_is_no_answer_leaves_the_pool_as_it_is_and_is_told_once(
     assert caplog.messages[1:] == [f"{NAME} tells decode nodes again"]
 
 
+async def test_a_name_that_fails_after_a_reload_keeps_its_nodes() -> None:
+    resolver = Resolver(vllm=[ONE], vllm_9=[TWO])
+    pools = [Pool([], time.monotonic, kind="prefill"), Pool([FIXED], time.monotonic, kind="decode")]
+    first = settings([NAME, OTHER], endpoints="router")
+    discovery = Discovery(first, pools, NodeMetrics(Metrics(), {}), resolver)
+    async with discovery:
+        assert list(pools[0].addresses()) == [ONE, TWO]
+        resolver.answers["vllm"] = socket.gaierror(socket.EAI_AGAIN, "try again")
+        discovery.apply(settings([NAME, OTHER, THREE], endpoints="router"))
+        await until(lambda: THREE in pools[0].addresses())
+        assert list(pools[0].addresses()) == [ONE, TWO, THREE]
+        discovery.apply(settings([OTHER, THREE], endpoints="router"))
+        await until(lambda: ONE not in pools[0].addresses())
+        assert list(pools[0].addresses()) == [TWO, THREE]
+
+
 async def test_the_systems_resolver_tells_each_machine_once() -> None:
     assert await resolve("127.0.0.1", 8000) == ["127.0.0.1:8000"]
     assert await resolve("::1", 8000) == ["[::1]:8000"]

@@ -187,3 +187,13 @@ def test_engines_behind_one_address_each_have_a_load_of_their_own(clock: Clock) 
     pool.ranks = 1
     pool.update([A])
     assert (pool.choose(), pool.load(A)) == (A, 0)
+
+
+def test_a_node_that_is_drained_or_out_stays_so_when_its_ranks_change(clock: Clock) -> None:
+    pool = Pool([A, B], clock)
+    pool.drain(A)
+    pool.unreachable(B)
+    pool.ranks = 2
+    pool.update([A, B])
+    assert pool.states() == {A: "draining", B: "out"}
+    assert pool.seats(A) == [f"{A}#0", f"{A}#1"]
