@@ -235,7 +235,7 @@ class TurnRecord:
     @property
     def _model(self) -> str:
         """The model's name. One that no node knows is just what a client wrote."""
-        return self._turn.prompt.model if self._turn.prompt and self._status == _OK else ""
+        return summary.printable(self._turn.prompt.model) if self._turn.prompt and self._status == _OK else ""
 
     def _error(self) -> str | None:
         """What the client got in place of an answer, counted."""
