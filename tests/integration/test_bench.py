@@ -1,6 +1,7 @@
 """`kvreturn bench`, as users run it."""
 
 import asyncio
+import itertools
 import json
 import signal
 import sys
@@ -109,6 +110,24 @@ async def test_ctrl_c_gives_the_report_of_what_there_is() -> None:
     assert ran.out.startswith("Nothing to compare: No follow-up turn was answered in both legs")
     assert "Stopped before the end" in ran.out
     assert "ttft_ms" in ran.out
+
+
+async def test_counters_that_go_away_meanwhile_take_no_results_with_them() -> None:
+    scrapes = itertools.count(1)
+
+    async def answers(seen: Seen) -> web.Response:
+        if seen.path != "/metrics":
+            return web.json_response(chat("x", prompt=len(seen.body) // 5))
+        if next(scrapes) > 3:  # once for each leg before all, and before the first leg
+            return web.Response(status=503)
+        return web.Response(text='kvreturn_turns_total{outcome="disabled",model="n"} 0.0\n')
+
+    async with FakePrefill(answers) as node:
+        where = ("--url", f"http://{node.address}", "--router-metrics", f"http://{node.address}")
+        ran = await bench(*where, "--model", "m", "--off-model", "n", "--no-stream", *SHORT)
+    assert (ran.code, ran.err) == (1, "")
+    assert f"It ended early: --router-metrics http://{node.address}/metrics has no kvreturn_" in ran.out
+    assert "ttft_ms                3 " in ran.out
 
 
 def test_a_closed_port_is_told_in_a_sentence() -> None:

@@ -47,11 +47,13 @@ class Conversation:
         name: that no other conversation of the run has.
         system: the system prompt, empty for none.
         asks: turn by turn, at least one.
+        seed: of the text of turns of which only the length is known.
     """
 
     name: str
     system: str
     asks: Sequence[Ask]
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,9 @@ class Words:
         """So many tokens of words, a word at least."""
         return " ".join(rng.choices(_WORDS, k=max(1, round(tokens * self.per_token))))
 
-    def fill(self, conversation: Conversation, rng: random.Random) -> Conversation:
-        """The conversation with text in all turns of which only the length is known."""
+    def fill(self, conversation: Conversation) -> Conversation:
+        """The conversation with text in all turns of which only the length is known: the same each time."""
+        rng = random.Random(conversation.seed)  # noqa: S311 - to draw the same again, not to keep secrets
         asks = [a if a.text is not None else replace(a, text=self.text(rng, a.tokens)) for a in conversation.asks]
         return replace(conversation, asks=asks)
 
@@ -95,11 +98,11 @@ class Synthetic:
     system_tokens: int = 0
 
     def conversations(self, rng: random.Random, words: Words) -> Iterator[Conversation]:
-        """One after the other, without end."""
+        """One after the other, without end. Their text is left to `Words.fill`: all of it together can be large."""
         system = words.text(rng, self.system_tokens) if self.system_tokens else ""
         while True:
             asks = [self._ask(rng, first=number == 0) for number in range(_count(self.turns, rng))]
-            yield words.fill(Conversation("", system, asks), rng)
+            yield Conversation("", system, asks, rng.getrandbits(64))
 
     def _ask(self, rng: random.Random, *, first: bool) -> Ask:
         tokens = _count(self.first_tokens if first else self.turn_tokens, rng)
@@ -118,10 +121,11 @@ class Replayed:
     recorded: Sequence[Conversation]
 
     def conversations(self, rng: random.Random, words: Words) -> Iterator[Conversation]:
-        """In the file's order, without end. Text that the file lacks is another one each time."""
+        """In the file's order, without end. Text that the file lacks is another one each time, see `Words.fill`."""
+        del words
         while True:
             for conversation in self.recorded:
-                yield words.fill(conversation, rng)
+                yield replace(conversation, seed=rng.getrandbits(64))
 
 
 def _count(spread: Spread, rng: random.Random) -> int:

@@ -101,6 +101,8 @@ def reuse_share(look: Look) -> float | None:
 
 
 def _amount(run: Run, comparison: Comparison | None) -> Iterator[Doubt]:
+    if run.broken:
+        yield Doubt("doubt", f"It ended early: {run.broken}")
     if run.stopped:
         yield Doubt("doubt", "Stopped before the end: what is missing is not in the numbers.")
     for leg in LEGS:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvreturn.bench.conversation import Conversation
+from kvreturn.bench.conversation import Conversation, Words
 from kvreturn.bench.sample import Failure, LegName, Sample
 from kvreturn.bench.talk import Reply, Said, Talk, TalkError
 
@@ -40,6 +40,7 @@ class Drive:
         epoch: `time.perf_counter` at the run's begin.
         salt: of all its prompts.
         told: called after each turn with how many are over.
+        words: makes the text that conversations lack.
         samples: what was answered.
         failures: what was not.
         lags: seconds by which this process itself was late, now and then.
@@ -51,6 +52,7 @@ class Drive:
     epoch: float
     salt: str
     told: Callable[[int], None]
+    words: Words = field(default_factory=Words)
     samples: list[Sample] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
@@ -64,7 +66,7 @@ class Drive:
         """Play them all.
 
         Args:
-            conversations: with text in all turns.
+            conversations: with text or without; it is made when each of them begins, and gone with its end.
             load: how they come.
             rng: of the arrivals.
         """
@@ -93,6 +95,7 @@ class Drive:
         await self._converse(*numbered)
 
     async def _converse(self, client: int, conversation: Conversation) -> None:
+        conversation = await asyncio.to_thread(self.words.fill, conversation)
         said: list[Said] = [("system", conversation.system)] if conversation.system else []
         before = 0
         for turn, ask in enumerate(conversation.asks):

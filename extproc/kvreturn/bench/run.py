@@ -89,6 +89,7 @@ class Run:
         epoch: the same moment in `time.perf_counter`.
         played: legs in order.
         stopped: whether it ended before its time.
+        broken: what ended it, if nobody wanted it to.
     """
 
     words: Words = field(default_factory=Words)
@@ -96,6 +97,7 @@ class Run:
     epoch: float = field(default_factory=time.perf_counter)
     played: list[Played] = field(default_factory=list)
     stopped: bool = False
+    broken: str | None = None
 
     def samples(self, leg: LegName) -> list[Sample]:
         """All turns of a leg."""
@@ -147,7 +149,8 @@ async def bench(
     for number, batch in enumerate(_batches(conversations, plan.conversations)):
         for leg_name in LEGS if number % 2 == 0 else reversed(LEGS):
             told = partial(progress, leg_name, number, total, done)
-            drive = Drive(legs[leg_name].talk, leg_name, number, run.epoch, f"{name}-{leg_name}-{number}", told)
+            salt = f"{name}-{leg_name}-{number}"
+            drive = Drive(legs[leg_name].talk, leg_name, number, run.epoch, salt, told, run.words)
             run.played.append(played := Played(leg_name, number, drive.samples, drive.failures))
             await asyncio.sleep(_PAUSE)
             meters = legs[leg_name].meters

@@ -16,6 +16,7 @@ from kvreturn.core.sse import SSEDecoder, split_events
 
 APIS_BY_NAME = {api.name: api for api in APIS}
 _PROBES = (200, 1_200)  # words
+_MOST_WORDS = 10  # per token. Tokenizers have about one; from a count that means nothing, texts would grow without end
 _TOLD = 300  # characters of an error
 Said = tuple[str, str]
 """Role and text of a message."""
@@ -124,7 +125,7 @@ class Talk:
             for words in _PROBES
         ]
         tokens = long.prompt_tokens - short.prompt_tokens
-        if tokens <= 0:
+        if tokens * _MOST_WORDS < _PROBES[1] - _PROBES[0]:
             raise TalkError(f"{_PROBES[1]} words count {long.prompt_tokens} tokens, {_PROBES[0]} {short.prompt_tokens}")
         return Words((_PROBES[1] - _PROBES[0]) / tokens)
 

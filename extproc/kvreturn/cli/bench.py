@@ -33,6 +33,7 @@ from kvreturn.envoy.runner import find_envoy
 
 VOID = 3
 STOPPED = 130
+BROKEN = 1
 _LOG_LINES = 200
 _MADE_UP = {"turns", "first_tokens", "turn_tokens", "system_tokens"}
 _WHERE = {"url", "model", "off_url", "off_model", "router_metrics", "off_router_metrics", "prefill_metrics"}
@@ -117,7 +118,8 @@ def command(
     router and Envoy with it stand before the same nodes. DISTRIBUTION is a number, uniform:LOW:HIGH,
     lognormal:MEAN[:MEDIAN/MEAN] or exponential:MEAN. Ctrl-C ends it with the report of what there is.
 
-    Exit codes: 0 done, 1 the deployment does not answer or a file cannot be written, 2 wrong arguments, 3 the numbers
+    Exit codes: 0 done, 1 the deployment or a counter does not answer (any more: with the report of what there is) or a
+    file cannot be written, 2 wrong arguments, 3 the numbers
     mean nothing (the warnings say why), 130 stopped.
     """
     given = {n for n in ctx.params if ctx.get_parameter_source(n) is not ParameterSource.DEFAULT}
@@ -137,7 +139,7 @@ def command(
         raise click.ClickException(f"cannot write a file: {e}") from None
     click.echo(json.dumps(summary.as_json()) if as_json else text.render(summary))
     if run.stopped:
-        sys.exit(STOPPED)
+        sys.exit(BROKEN if run.broken else STOPPED)
     if summary.void:
         sys.exit(VOID)
 
@@ -145,12 +147,15 @@ def command(
 def _run(more: dict[str, Any], given: set[str], manner: Manner, plan: Plan) -> Run:
     console = Console(stderr=True, quiet=not sys.stderr.isatty())
     logs: deque[str] = deque(maxlen=_LOG_LINES)
+    run = Run()
     with Starting(console) as starting:
         ground = _ground(more, given, manner, logs, starting)
         try:
-            run = asyncio.run(_until_signal(ground, plan, console, starting))
+            asyncio.run(_until_signal(ground, plan, console, starting, run))
         except (ProcessError, CountersError) as e:
-            raise click.ClickException(str(e)) from None
+            if not any(played.samples for played in run.played):
+                raise click.ClickException(str(e)) from None
+            run.stopped, run.broken = True, str(e)
         except TalkError as e:
             raise click.ClickException(f"the first requests failed: {e}") from None
     if not run.played:
@@ -200,9 +205,8 @@ def _ground(more: dict[str, Any], given: set[str], manner: Manner, logs: deque[s
     return partial(on_deployment, targets(urls, models, more["prefill_metrics"], routers), manner)
 
 
-async def _until_signal(ground: Open, plan: Plan, console: Console, starting: Starting) -> Run:
+async def _until_signal(ground: Open, plan: Plan, console: Console, starting: Starting, run: Run) -> None:
     """Play it; when it is to stop, what was played so far is what there is."""
-    run = Run()
     task = asyncio.ensure_future(_play(ground, plan, console, starting, run))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
@@ -210,7 +214,6 @@ async def _until_signal(ground: Open, plan: Plan, console: Console, starting: St
         await task
     except asyncio.CancelledError:
         run.stopped = True
-    return run
 
 
 async def _play(ground: Open, plan: Plan, console: Console, starting: Starting, run: Run) -> None:

@@ -32,6 +32,7 @@ class Facts:
         local: how many tokens P had in its own prefix cache.
         prefill: usage as P counted it.
         returned: tokens that had gone back to P by an eager return of the turn before; 0 if there was none.
+        brought: how many of them P read from D for that.
         unfinished: whether another router had not finished it, as far as the store knows.
         handle_age: seconds from capture to use.
         retries: prefill requests beyond the first.
@@ -49,6 +50,7 @@ class Facts:
     read: int | None = None
     local: int | None = None
     returned: int = 0
+    brought: int = 0
     unfinished: bool = False
     prefill: Usage = field(default_factory=Usage)
     handle_age: float | None = None
@@ -65,6 +67,15 @@ class Facts:
             return None
         return max(self.prefill.prompt - self.local - (self.read or 0), 0)
 
+    @property
+    def saved(self) -> int:
+        """Tokens that P did not compute because they came from D, in this turn or eagerly before it.
+
+        What an eager return brought lies behind what P had of the conversation by itself, which saves nothing.
+        """
+        own = self.returned - self.brought
+        return self.read or max(min(self.local or 0, self.returned) - own, 0)
+
     def grade(self) -> None:
         """P answered a request whose handle was proven beforehand, or trusted."""
         self.outcome = Outcome.HIT if (self.proven or 0) >= (self.held or 0) else Outcome.PARTIAL_HIT
@@ -77,7 +88,7 @@ class Facts:
             moved: whether another P answered than the one that has them.
         """
         if moved:
-            self.outcome, self.detail = Outcome.NODE_GONE, "prefill_node"
+            self.outcome, self.detail, self.brought = Outcome.NODE_GONE, "prefill_node", 0
         elif self.unfinished and (self.local or 0) + _BLOCK < self.returned:
             self.outcome, self.detail = Outcome.RETURN_FAILED, "unfinished"  # which tells nothing of P's cache
         elif self.local is None:

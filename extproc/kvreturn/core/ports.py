@@ -30,6 +30,7 @@ class Record:
         prompt: tokens of its prompt, 0 if nobody told.
         turns: how many turns of the conversation are known, this one included.
         returned: tokens that went back to `prefill_node` at once (eager return), in place of a handle; 0 if none did.
+        brought: how many of them P read from D for that; those before them it had itself.
         pending: whether they are still on their way.
         trace: names the turn's trace (a W3C `traceparent`), None if it left none.
     """
@@ -42,6 +43,7 @@ class Record:
     prompt: int = 0
     turns: int = 1
     returned: int = 0
+    brought: int = 0
     pending: bool = False
     trace: str | None = None
 
@@ -245,10 +247,12 @@ class Awaited:
 
     Attributes:
         reason: one word if it failed or is late; None if it went well.
+        brought: see `Record`; 0 if nobody knows.
         elsewhere: whether it was another router's, which may have died over it: nobody waited, and P may have nothing.
     """
 
     reason: str | None = None
+    brought: int = 0
     elsewhere: bool = False
 
 

@@ -173,11 +173,12 @@ class Turn:
     def _returned(self, record: Record) -> Generator[Effect, Result, None]:
         """P has the blocks, or will have them in a moment: the turn goes there without a handle."""
         assert self.taken.ticket is not None
-        self.facts.returned, self.facts.handle_age = record.returned, self.taken.age
+        self.facts.returned, self.facts.brought = record.returned, record.brought
+        self.facts.handle_age = self.taken.age
         self.facts.outcome = Outcome.RETURNED
         if record.pending:
             awaited = expect(Awaited, (yield Await(self.taken.ticket)))
-            self.facts.unfinished = awaited.elsewhere
+            self.facts.unfinished, self.facts.brought = awaited.elsewhere, awaited.brought
             if awaited.reason:
                 # Whatever became of it: all that it can leave on P is its own prompt's blocks.
                 self.facts.outcome, self.facts.detail = Outcome.RETURN_FAILED, awaited.reason

@@ -117,17 +117,11 @@ class TurnRecord:
         metrics.prompt_tokens.inc(facts.prefill.prompt or 0)
         metrics.prefill_seconds.observe(self._times.prefill)
         metrics.computed_tokens.inc(facts.computed or 0)
-        metrics.saved_tokens.inc(self._saved)
+        metrics.saved_tokens.inc(facts.saved)
         if facts.handle_age is not None:
             metrics.handle_age.observe(facts.handle_age)
         self._free()
         self._learn()
-
-    @property
-    def _saved(self) -> int:
-        """Tokens that P did not compute because they came back."""
-        facts = self._turn.facts
-        return facts.read or (facts.local or 0 if facts.returned else 0)
 
     def _free(self) -> None:
         """D need not keep what nobody will read."""
@@ -150,8 +144,8 @@ class TurnRecord:
         read = facts.read or 0
         decode = record.decode_node if record and read else None
         world.cost.observe(prefill, decode, computed=computed, read=read, seconds=self._times.prefill)
-        if self._saved:
-            world.metrics.saved_seconds.inc(max(world.cost.seconds_saved(prefill, decode, self._saved) or 0.0, 0.0))
+        if facts.saved:
+            world.metrics.saved_seconds.inc(max(world.cost.seconds_saved(prefill, decode, facts.saved) or 0.0, 0.0))
 
     def refused(self, status: int) -> None:
         """The client gets an answer from here."""
@@ -241,7 +235,7 @@ class TurnRecord:
     @property
     def _model(self) -> str:
         """The model's name. One that no node knows is just what a client wrote."""
-        return self._turn.prompt.model if self._turn.prompt and self._status == _OK else ""
+        return summary.printable(self._turn.prompt.model) if self._turn.prompt and self._status == _OK else ""
 
     def _error(self) -> str | None:
         """What the client got in place of an answer, counted."""

@@ -57,7 +57,7 @@ class Returns:
         self._tenants: Counter[bytes] = Counter()
         self._paced: dict[str, float] = {}  # when the next return to a node may begin
         self._sent: dict[bytes, Return] = {}  # what is in no store any more, and P has not read yet
-        self._running: dict[bytes, asyncio.Future[str | None]] = {}
+        self._running: dict[bytes, asyncio.Future[Awaited]] = {}
         self._closed = False
         self._left = LeftTurns()
         self.chooser = Chooser()
@@ -251,7 +251,7 @@ class Returns:
             return "taken"
         self._sent[ticket] = task
         done = self._running[ticket] = asyncio.get_running_loop().create_future()
-        result = "cancelled"
+        result, read = "cancelled", 0
         try:
             begun = world.clock()
             reply = await ask(
@@ -267,7 +267,7 @@ class Returns:
             log.info("result=%s held=%d read=%d ms=%.1f", result, job.handle.tokens, read, seconds * 1e3)
             if result in ARRIVED:
                 world.metrics.returned_tokens.inc(read)
-                await world.replace(ticket, back)
+                await world.replace(ticket, replace(back, brought=read))
             else:
                 await world.replace(ticket, replace(back, returned=0, reason=Outcome.RETURN_FAILED))
                 # A P that was left while it waited for room has told D nothing. And should it read after all: what it
@@ -277,7 +277,7 @@ class Returns:
                     world.forms.forget(job.prefill_node)  # perhaps it is another one by now, which this form hangs
         finally:
             del self._running[ticket]
-            done.set_result(None if result in ARRIVED else result)
+            done.set_result(Awaited(None if result in ARRIVED else result, read))
         return result
 
     def _body(self, form: Form, job: Job) -> bytes:
@@ -304,7 +304,7 @@ class Returns:
             return Awaited(elsewhere=True)  # or over since
         try:
             async with asyncio.timeout(self._settings.wait):
-                return Awaited(await asyncio.shield(future))
+                return await asyncio.shield(future)
         except TimeoutError:
             return Awaited("late")
 

@@ -71,6 +71,7 @@ class Codec:
             prompt=record.prompt,
             turns=record.turns,
             returned=record.returned,
+            brought=record.brought,
             pending=record.pending,
             trace=record.trace,
             conversation=entry.conversation,
@@ -112,6 +113,7 @@ class Codec:
                 prompt=message.prompt,
                 turns=message.turns,
                 returned=message.returned,
+                brought=message.brought,
                 pending=message.pending,
                 trace=message.trace if message.HasField("trace") else None,
             )

@@ -22,13 +22,14 @@ _REQUEST: Mapping[str, tuple[str, ...]] = {
     "gen_ai.request.seed": ("seed",),
 }
 _WHOLE = {"gen_ai.request.max_tokens", "gen_ai.request.top_k", "gen_ai.request.seed"}
-_INT64 = 2**63
+_INT64 = 2**63  # OTLP has no larger numbers; the exporter logs a traceback for each
+_MOST_REASONS = 128  # choices of an answer; the rest says nothing new
 
 
 def of_request(body: ObjectText, prompt: Prompt) -> dict[str, AttributeValue]:
     """What a request asks for, as far as it is numbers."""
     told: dict[str, AttributeValue] = {"gen_ai.request.stream": prompt.stream}
-    if prompt.choices != 1:
+    if prompt.choices != 1 and abs(prompt.choices) < _INT64:
         told["gen_ai.request.choice.count"] = prompt.choices
     for name, members in _REQUEST.items():
         value = next((v for v in (_load(body, m) for m in members if m in body) if v is not None), None)
@@ -55,7 +56,8 @@ def of_answer(answer: Answer, choices: int, prefill: Usage | None) -> dict[str, 
         "gen_ai.usage.cache_read.input_tokens": cached,
         "gen_ai.usage.cache_write.input_tokens": usage.written,
         "gen_ai.response.finish_reasons": [
-            answer.finish_reasons.get(i, "error") for i in range(max([choices - 1, *answer.finish_reasons]) + 1)
+            answer.finish_reasons.get(i, "error")
+            for i in range(min(max([choices - 1, *answer.finish_reasons]) + 1, _MOST_REASONS))
         ],
     }
     return known(told)

@@ -175,7 +175,8 @@ class Metrics(Instruments):
     def _label(self, model: str, *, served: bool) -> str:
         if model in self._models:
             return model
-        if served and len(self._models) < _MODELS and len(model) <= 128:  # noqa: PLR2004
+        # A lone surrogate, which JSON can hold and UTF-8 cannot, would end the whole page; it is not printable.
+        if served and len(self._models) < _MODELS and len(model) <= 128 and model.isprintable():  # noqa: PLR2004
             self._models.add(model)
             return model
         return "other"

@@ -5,7 +5,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import pytest
@@ -99,21 +99,33 @@ async def test_a_failure_ends_its_conversation_and_no_other() -> None:
 def test_made_up_conversations_have_the_turns_and_lengths_that_are_asked_for(system_tokens: int) -> None:
     turns, first, more, answer, gap = map(Spread.parse, ("uniform:2:4", "100", "10", "7", "1.5"))
     source = Synthetic(turns, first, more, answer, gap, system_tokens)
-    drawn = [c for c, _ in zip(source.conversations(random.Random(1), Words(0.5)), range(50), strict=False)]
+    half = Words(0.5)  # half a word a token
+    drawn = [half.fill(c) for c in islice(source.conversations(random.Random(1), half), 50)]
     assert {len(c.asks) for c in drawn} == {2, 3, 4}
     for conversation in drawn:
         words = [len((a.text or "").split()) for a in conversation.asks]
-        assert words == [50, *[5] * (len(words) - 1)]  # half a word a token
+        assert words == [50, *[5] * (len(words) - 1)]
         assert [a.gap for a in conversation.asks] == [0.0, *[1.5] * (len(words) - 1)]
         assert {a.max_tokens for a in conversation.asks} == {7}
         assert len(conversation.system.split()) == system_tokens / 2
     assert len({c.system for c in drawn}) == 1
 
 
+async def test_text_is_made_when_its_conversation_begins_and_is_the_same_in_both_legs() -> None:
+    lengths = map(Spread.parse, ("2", "1000", "10", "7", "0"))
+    drawn = list(islice(Synthetic(*lengths).conversations(random.Random(1), Words()), 3))
+    assert {a.text for c in drawn for a in c.asks} == {None}
+    off, on = FakeTalk(), FakeTalk()
+    for talk in (off, on):
+        await drive(talk).play(drawn, Load(), random.Random(1))
+    assert off.asked == on.asked
+    assert [len(said[-1][1].split()) for said in off.asked] == [1000, 10] * 3
+    assert len({said[-1][1] for said in off.asked}) == 6
+
+
 def test_a_file_is_played_over_again_with_other_text_where_it_has_none() -> None:
     recorded = Conversation("a", "", [Ask("said", 0, 5), Ask(None, 10, 5)])
-    first, second = (
-        c for c, _ in zip(Replayed([recorded]).conversations(random.Random(1), Words()), "ab", strict=False)
-    )
+    words = Words()
+    first, second = map(words.fill, islice(Replayed([recorded]).conversations(random.Random(1), words), 2))
     assert first.asks[0].text == second.asks[0].text == "said"
     assert first.asks[1].text != second.asks[1].text

@@ -1,5 +1,6 @@
 """Asking a question in each API: the client's side, against simulated vLLM and against nodes that fail."""
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 
@@ -62,6 +63,22 @@ async def test_words_per_token_are_found_out_from_the_models_own_counts(session:
     async with FakePrefill(two_tokens_a_word) as node:
         words = await Talk(session, f"http://{node.address}/v1", "m", stream=False).words("salt")
     assert words.per_token == 0.5
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+async def test_a_count_that_does_not_grow_with_the_text_tells_nothing(
+    session: aiohttp.ClientSession, tokens: int
+) -> None:
+    """A thousand words to a token would make prompts of a thousand times the length."""
+    counts = itertools.count(31, tokens)
+
+    async def hardly_counting(seen: Seen) -> web.Response:
+        del seen
+        return web.json_response(chat("x", prompt=next(counts)))
+
+    async with FakePrefill(hardly_counting) as node:
+        with pytest.raises(TalkError, match=f"1200 words count {31 + tokens} tokens, 200 31"):
+            await Talk(session, f"http://{node.address}/v1", "m", stream=False).words("salt")
 
 
 @pytest.mark.parametrize(

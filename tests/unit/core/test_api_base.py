@@ -119,6 +119,7 @@ def test_what_may_shape_the_prompt_is_never_left_out(name: str) -> None:
         ({"error": {"code": 500, "message": "x"}}, "500"),
         ({"error": {"type": "BadRequestError", "code": None}}, "BadRequestError"),
         ({"error": {"message": "x"}}, "error"),
+        ({"error": {"code": "what the user said"}}, "error"),
         ({"error": "overloaded"}, "error"),
         ({"error": ["x"]}, "error"),
         ({"error": True}, "error"),

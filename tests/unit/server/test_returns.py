@@ -146,6 +146,32 @@ async def test_the_next_turn_goes_there_without_a_handle_and_hits() -> None:
     assert r.outcomes() == {"first_turn": 1, "hit": 1}
 
 
+@pytest.mark.parametrize(("read", "saved"), [(160, 144), (48, 32), (0, 0)])
+async def test_saved_is_what_came_from_d_and_not_what_p_had_itself(read: int, saved: int) -> None:
+    """Of the 160 tokens that D held, P still has 144; what it had before the return did, it would have anyway."""
+    node = Node()
+    reason = {} if read else {"reason": "local_hit"}
+    node.returned = lambda: node._reply(report(proven=160, read=read, local=160 - read, **reason))
+    r = router(node)
+    await play(r)
+    await play(r, NEXT)
+    assert r.outcomes() == {"first_turn": 1, "hit": 1}
+    assert r.metric("prefill_saved_tokens_total") == saved
+
+
+async def test_a_turn_that_waited_for_its_return_saves_what_that_brought() -> None:
+    node = Node()
+    r = router(node)
+    node.gate.clear()
+    await play(r)
+    turn = asyncio.create_task(play(r, NEXT))
+    await settled()
+    assert node.turns == 1
+    node.gate.set()
+    await turn
+    assert r.metric("prefill_saved_tokens_total") == 144
+
+
 async def test_a_gap_longer_than_ds_ttl_is_no_matter() -> None:
     node = Node()
     r = router(node)

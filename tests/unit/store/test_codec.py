@@ -25,6 +25,7 @@ RECORDS = st.builds(
     prompt=st.integers(0, 1 << 31),
     turns=st.integers(0, 1 << 31),
     returned=st.integers(0, 1 << 31),
+    brought=st.integers(0, 1 << 31),
     pending=st.booleans(),
 )
 

@@ -36,7 +36,7 @@ async def test_a_handle_is_taken_once_and_by_all_of_its_keys(subject: Subject) -
         Record(25.125, bytes(range(256)) * 40, None, "[fd00::1]:8000", None),
         Record(450.0, None, Outcome.MULTIPLE_CHOICES, None, "p:1"),
         Record(1e6, b"", None, "d:1", "p:1"),
-        Record(3600.0, None, None, "d:1", "p:1", prompt=20_000, turns=7, returned=20_300, pending=True),
+        Record(3600.0, None, None, "d:1", "p:1", prompt=20_000, turns=7, returned=20_300, brought=400, pending=True),
     ],
 )
 async def test_a_record_comes_back_as_it_was(subject: Subject, record: Record) -> None:

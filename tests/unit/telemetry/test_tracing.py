@@ -2,8 +2,10 @@
 
 import itertools
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -134,6 +136,30 @@ async def test_no_content_and_no_address_is_in_it(traced: tuple[Harness, InMemor
     await play(router, 2, authorization="Bearer tell-nobody")
     text = "".join(s.to_json() for s in spans.get_finished_spans())
     assert not [w for w in ("Good morning", "tell-nobody", "10.0.0", "engine-of", "chatcmpl") if w in text]
+
+
+HOSTILE: list[tuple[dict[str, Any], list[bytes]]] = [
+    ({"n": 10**30}, decode_events()),
+    ({"model": "\ud800"}, decode_events()),
+    ({}, [b'data: {"error": {"code": "User 7 said \\ud800 secret things", "message": "secret"}}\n\n']),
+    ({}, [b'data: {"choices": [{"index": 1000000000, "delta": {}, "finish_reason": "stop"}]}\n\n']),
+]
+
+
+@pytest.mark.parametrize(("asked", "answered"), HOSTILE, ids=["count", "model", "error", "index"])
+async def test_whatever_client_and_node_write_the_exporter_can_send_it(
+    asked: dict[str, Any],
+    answered: list[bytes],
+    traced: tuple[Harness, InMemorySpanExporter],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    router, spans = traced
+    await router.play(Request(pieces=[chat("Hi", **asked)]), Response(answered, node=DECODE))
+    sent = encode_spans(spans.get_finished_spans()).SerializeToString()
+    assert not [r for r in caplog.records if r.name.startswith("opentelemetry")]
+    assert b"secret" not in sent
+    assert len(sent) < 10_000
+    assert b'outcome="first_turn"' in router.world.metrics.expose()
 
 
 async def test_without_tracing_the_callers_trace_goes_to_both_legs() -> None:

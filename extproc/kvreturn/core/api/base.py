@@ -12,6 +12,8 @@ from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 
 HISTORY = 50_000
 """Messages of the longest request, if nothing else is set."""
+_WORD = re.compile(r"[\w.-]{1,64}", re.ASCII)
+"""A type or code of an error, and no sentence of its text: it goes to traces and logs."""
 _APART = ("cache_read_input_tokens", "cache_creation_input_tokens")
 
 
@@ -123,7 +125,7 @@ class Answer(abc.ABC):
         """Take an `error` object; nothing and null are none."""
         if error:
             code = error.get("code") or error.get("type") if isinstance(error, Mapping) else None
-            self.error = str(code or "error")
+            self.error = str(code) if _WORD.fullmatch(str(code or "")) else "error"
 
     @abc.abstractmethod
     def items(self, *, strict: bool) -> Sequence[bytes] | None:

@@ -21,7 +21,7 @@ class Envelope(_message.Message):
     def __init__(self, version: _Optional[int] = ..., key_id: _Optional[bytes] = ..., nonce: _Optional[bytes] = ..., sealed: _Optional[bytes] = ..., deflated: _Optional[bool] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("keys", "ttl", "handle", "reason", "decode_node", "prefill_node", "put_at", "prompt", "turns", "returned", "pending", "trace", "conversation")
+    __slots__ = ("keys", "ttl", "handle", "reason", "decode_node", "prefill_node", "put_at", "prompt", "turns", "returned", "pending", "trace", "conversation", "brought")
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     HANDLE_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class Record(_message.Message):
     PENDING_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    BROUGHT_FIELD_NUMBER: _ClassVar[int]
     keys: _containers.RepeatedScalarFieldContainer[bytes]
     ttl: float
     handle: bytes
@@ -48,7 +49,8 @@ class Record(_message.Message):
     pending: bool
     trace: str
     conversation: bytes
-    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., ttl: _Optional[float] = ..., handle: _Optional[bytes] = ..., reason: _Optional[str] = ..., decode_node: _Optional[str] = ..., prefill_node: _Optional[str] = ..., put_at: _Optional[int] = ..., prompt: _Optional[int] = ..., turns: _Optional[int] = ..., returned: _Optional[int] = ..., pending: _Optional[bool] = ..., trace: _Optional[str] = ..., conversation: _Optional[bytes] = ...) -> None: ...
+    brought: int
+    def __init__(self, keys: _Optional[_Iterable[bytes]] = ..., ttl: _Optional[float] = ..., handle: _Optional[bytes] = ..., reason: _Optional[str] = ..., decode_node: _Optional[str] = ..., prefill_node: _Optional[str] = ..., put_at: _Optional[int] = ..., prompt: _Optional[int] = ..., turns: _Optional[int] = ..., returned: _Optional[int] = ..., pending: _Optional[bool] = ..., trace: _Optional[str] = ..., conversation: _Optional[bytes] = ..., brought: _Optional[int] = ...) -> None: ...
 
 class Ticket(_message.Message):
     __slots__ = ("id", "keys", "conversation")
