@@ -141,7 +141,7 @@ class MemoryStore:
                 e.conversation.hex()[-16:] if e.conversation else None,
                 e.put_at + e.record.ttl - now,
                 len(e.record.handle or b""),
-                e.record.handle is not None,
+                bool(e.record.handle),
                 e.record.decode_node,
                 e.record.prefill_node,
                 e.record.turns,

@@ -41,7 +41,7 @@ from kvreturn.store.redis_whole import Whole
 
 _INDEX, _RECORD, _CONVERSATION = b"kvr1:", b"kvr1r:", b"kvr1c:"
 _POINTER = struct.Struct(">16sQ")  # id, microseconds since 1970 at which its TTL ends
-_HANDLE, _MARKER = b"h", b"m"
+_HANDLE, _ONCE, _MARKER = b"h", b"o", b"m"  # all but markers go when they are taken
 _PER_KEY, _PER_CONVERSATION = 8, 64  # as in the memory store
 _TRACE = 60_000_000  # as in the memory store
 _SKEW = 500_000  # a server's clock may be so much ahead; it drops what expires by its own
@@ -59,7 +59,7 @@ for i, key in ipairs(KEYS) do
     local name = ARGV[1] .. string.sub(pointer, 1, 16)
     local value = redis.call('GET', name)
     if value then
-      if string.sub(value, 1, 1) == 'h' then redis.call('DEL', name) end
+      if string.sub(value, 1, 1) ~= 'm' then redis.call('DEL', name) end
       return {i - 1, pointer, value}
     end
     if #dead == 0 then dead = {i - 1, pointer, false} end
@@ -70,7 +70,7 @@ return dead
 # The end of that, for a cluster: it touches one key.
 _TAKE_ONE = """
 local value = redis.call('GET', KEYS[1])
-if value and string.sub(value, 1, 1) == 'h' then redis.call('DEL', KEYS[1]) end
+if value and string.sub(value, 1, 1) ~= 'm' then redis.call('DEL', KEYS[1]) end
 return value
 """
 
@@ -182,7 +182,8 @@ class RedisStore:
         self._last = now = max(int(self._clock() * 1e6), self._last + 1)
         expires, forget = now + ttl, now + ttl + max(ttl, _TRACE)
         conversation = ticket.conversation if ticket.HasField("conversation") else None
-        kind, name = _MARKER if record.handle is None else _HANDLE, _RECORD + ticket.id
+        kind = _MARKER if record.handle is None else _HANDLE if record.handle else _ONCE
+        name = _RECORD + ticket.id
         value = kind + self._codec.seal(name + kind, Entry(tuple(ticket.keys), now, record, conversation))
         if len(value) > self._max_record_bytes:
             raise StoreError("oversize")
