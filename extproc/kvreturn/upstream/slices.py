@@ -133,12 +133,13 @@ def read_slices(slices: Iterable[Json], port: int | str) -> tuple[set[str], set[
     Returns:
         Those that are ready, and those that terminate; `ip:port`.
     """
-    ready, terminating = set(), set()
+    found = {family: (set[str](), set[str]()) for family in ("IPv4", "IPv6")}
     for one in slices:
         numbers = [p.get("port") for p in one.get("ports") or [] if port in {p.get("name"), p.get("port")}]
         family = one.get("addressType")
-        if not (numbers and numbers[0] and family in {"IPv4", "IPv6"}):
+        if not (numbers and numbers[0] and family in found):
             continue
+        ready, terminating = found[family]
         for endpoint in one.get("endpoints") or []:
             host = endpoint["addresses"][0]  # the others are the same endpoint
             address = f"[{host}]:{numbers[0]}" if family == "IPv6" else f"{host}:{numbers[0]}"
@@ -148,6 +149,7 @@ def read_slices(slices: Iterable[Json], port: int | str) -> tuple[set[str], set[
                     terminating.add(address)
             elif conditions.get("ready") is not False:  # not said: ready
                 ready.add(address)
+    ready, terminating = found["IPv4"] if any(found["IPv4"]) else found["IPv6"]
     return ready, terminating - ready
 
 

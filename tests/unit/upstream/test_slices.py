@@ -54,6 +54,7 @@ READY = {"ready": True, "serving": True, "terminating": False}
         ([piece("a", endpoint("10.0.0.1", ready=False, serving=False, terminating=True))], "http", set(), set()),
         ([piece("a", endpoint("10.0.0.1")), piece("b", endpoint("10.0.0.2"))], "http", {ONE, TWO}, set()),
         ([piece("a", endpoint("fd00::7"), family="IPv6")], "http", {"[fd00::7]:8000"}, set()),
+        ([piece("a", endpoint("fd00::7"), family="IPv6"), piece("b", endpoint("10.0.0.1"))], "http", {ONE}, set()),
         ([piece("a", endpoint("vllm.example.org"), family="FQDN")], "http", set(), set()),
         ([{**piece("a"), "endpoints": None, "ports": None}], "http", set(), set()),
         # A slice that is being rewritten names an endpoint twice for a while.
