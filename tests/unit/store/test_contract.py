@@ -79,7 +79,7 @@ async def test_under_one_key_the_newest_goes_first(subject: Subject) -> None:
 
 async def test_what_is_taken_once_need_hold_no_handle(subject: Subject) -> None:
     await subject.store.put([A], Record(60.0, b"", decode_node="d:1"))
-    assert [one.handle for one in (await subject.store.look(9)).some] == [False]
+    assert not any(one.handle for one in (await subject.store.look(9)).some)  # of a cluster, it tells of one node
     assert [part async for part in subject.store.take_all()] == []
     assert await take(subject, A) == (Record(60.0, b"", decode_node="d:1"), None)
     assert await take(subject, A) == (None, Outcome.ALREADY_TAKEN)
