@@ -65,7 +65,7 @@ def _measured(a: Analysis) -> list[Figure]:
     m = a.measured
     prompt, again, expired = m.follow_up_prompt, m.read + m.ahead + m.local, m.outcomes[Outcome.EXPIRED]
     counts = "prompt, read and local of follow-up turns, as P counted them"
-    ahead = "what P had in turns whose history went back to it before they came; it may have had part of it all along"
+    ahead = "what eager returns had read from D before the turn came, as far as P still had as much"
     found = "what P read back or had in its own cache; what nobody found is not in it"
     return [
         Figure("turns", "turns", m.outcomes.total(), _COUNT, "counted", "lines of the turn log"),
@@ -73,7 +73,7 @@ def _measured(a: Analysis) -> list[Figure]:
         Figure("repeated_prompt_share", "repeated prompt share", share(again, prompt), _SHARE, "lower bound", found),
         Figure("late_turn_share", "late turns", share(expired, m.follow_ups), _SHARE, "measured", "outcome `expired`"),
         Figure("read_back_share", "read back", share(m.read, prompt), _SHARE, "measured", counts),
-        Figure("ahead_share", "after an eager return", share(m.ahead, prompt), _SHARE, "measured", ahead),
+        Figure("ahead_share", "read back eagerly", share(m.ahead, prompt), _SHARE, "measured", ahead),
         Figure("local_share", "in P's own cache", share(m.local, prompt), _SHARE, "measured", counts),
     ]
 

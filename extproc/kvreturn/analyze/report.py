@@ -107,7 +107,7 @@ def _verdict(a: Analysis, ttls: Sequence[TTLRow]) -> tuple[Level, str]:
         read = share(measured.read, measured.follow_up_prompt)
         ahead = share(measured.ahead, measured.follow_up_prompt)
         level = _level(read + ahead)
-        also = f", and {ahead:.0%} were on P after an eager return" if ahead else ""
+        also = f", and {ahead:.0%} eagerly before they came" if ahead else ""
         return (
             level,
             f"{level.capitalize()}: P read back {read:.0%} of the prompt tokens of follow-up turns{also} (measured).",

@@ -239,7 +239,7 @@ class MeasuredTally:
         outcomes: turns by outcome.
         follow_up_prompt: prompt tokens of follow-up turns whose prompt P counted.
         read: tokens that P read back in these.
-        ahead: tokens that P had after an eager return, its own from before included.
+        ahead: tokens that eager returns had read from D before, as far as P still had as many.
         local: tokens that P had itself in the others.
     """
 

@@ -14,6 +14,8 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "
 _HISTORY = ("messages", "conversations")
 _SYSTEM = frozenset({"system", "developer"})
 _LONGEST_GAP = 60.0  # seconds
+LARGEST = 128 << 20
+"""Bytes of the largest file that is read: in memory, a log of short lines takes twelve times as much."""
 
 
 class ReplayError(Exception):
@@ -37,6 +39,8 @@ def read(path: Path, output_tokens: int | None, gap: float | None) -> list[Conve
         ReplayError: it holds none.
     """
     try:
+        if path.stat().st_size > LARGEST:
+            raise ReplayError(f"{path}: larger than {LARGEST >> 20} MB, and more than is played: give a part of it")
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise ReplayError(f"{path}: {getattr(e, 'strerror', None) or 'not UTF-8 text'}") from None
@@ -65,7 +69,7 @@ def _messages(item: dict[str, Any]) -> Any:  # noqa: ANN401 - JSON
 def _items(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     """The histories or lines of a file, each with its place for messages."""
     try:
-        whole = json.loads(text)
+        whole = _loads(text)
     except ValueError:
         pass
     else:
@@ -80,9 +84,16 @@ def _items(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         raise ReplayError(f"{path}: empty")
     for number, line in lines:
         try:
-            yield f"{path}:{number}", json.loads(line)
+            yield f"{path}:{number}", _loads(line)
         except ValueError as e:
             raise ReplayError(f"{path}:{number}: not JSON: {e}") from None
+
+
+def _loads(text: str) -> Any:  # noqa: ANN401 - JSON
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _of_history(place: str, item: Any, output_tokens: int | None, gap: float) -> Conversation | None:  # noqa: ANN401

@@ -57,6 +57,7 @@ class TurnRecord:
         self._forwarded_at: float | None = None
         self._status: int | None = None
         self._node: str | None = None
+        self._asked = False  # a prefill node
         self._stored = False
         self._ended = False
         self._closed = False
@@ -75,7 +76,7 @@ class TurnRecord:
     @contextmanager
     def prefill_leg(self, path: str = "") -> Iterator[Mapping[str, str]]:
         """Times a request to a prefill node. Gives the headers that make the node's spans part of the trace."""
-        facts, before = self._turn.facts, self._times.waited
+        facts, before, self._asked = self._turn.facts, self._times.waited, True
         try:
             with self.waiting(), self.trace.step(_LEGS.get(path, "prefill"), SpanKind.CLIENT) as self._leg:
                 self._leg.set_attribute("kvreturn.handle.attached", facts.held is not None and not facts.retries)
@@ -115,7 +116,8 @@ class TurnRecord:
         metrics.fallbacks.inc(facts.fallback)
         metrics.read_tokens.inc(facts.read or 0)
         metrics.prompt_tokens.inc(facts.prefill.prompt or 0)
-        metrics.prefill_seconds.observe(self._times.prefill)
+        if self._asked:  # D alone can run some, which would be legs of 0 s
+            metrics.prefill_seconds.observe(self._times.prefill)
         metrics.computed_tokens.inc(facts.computed or 0)
         metrics.saved_tokens.inc(facts.saved)
         if facts.handle_age is not None:

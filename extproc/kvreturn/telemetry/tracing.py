@@ -55,7 +55,7 @@ class Tracing:
         What is not named here the SDK reads by itself: sampler, limits, batches, resource, endpoint, headers, TLS.
 
         Raises:
-            TelemetryError: an exporter that we do not know, or that is not installed.
+            TelemetryError: an exporter that we do not know, or that is not installed; a number that cannot be.
         """
         exporter = environment.exporter("TRACES", environ, ("otlp", "console"))
         if exporter == "none":
@@ -64,8 +64,12 @@ class Tracing:
         from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
 
-        provider = TracerProvider(resource=Resource.create(environment.resource(environ)), shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(_exporter(exporter, environ)))
+        sender = _exporter(exporter, environ)
+        try:
+            provider = TracerProvider(resource=Resource.create(environment.resource(environ)), shutdown_on_exit=False)
+            provider.add_span_processor(BatchSpanProcessor(sender))
+        except ValueError as e:
+            raise environment.TelemetryError(f"OTEL_SPAN_*, OTEL_ATTRIBUTE_* or OTEL_BSP_*: {e}") from None
         return cls(provider)
 
     @property

@@ -112,8 +112,8 @@ def test_made_up_conversations_have_the_turns_and_lengths_that_are_asked_for(sys
 
 
 async def test_text_is_made_when_its_conversation_begins_and_is_the_same_in_both_legs() -> None:
-    lengths = map(Spread.parse, ("2", "1000", "10", "7", "0"))
-    drawn = list(islice(Synthetic(*lengths).conversations(random.Random(1), Words()), 3))
+    turns, first, more, answer, gap = map(Spread.parse, ("2", "1000", "10", "7", "0"))
+    drawn = list(islice(Synthetic(turns, first, more, answer, gap).conversations(random.Random(1), Words()), 3))
     assert {a.text for c in drawn for a in c.asks} == {None}
     off, on = FakeTalk(), FakeTalk()
     for talk in (off, on):

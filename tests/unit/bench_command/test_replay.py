@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvreturn.bench.conversation import Ask, Conversation
-from kvreturn.bench.replay import ReplayError, read
+from kvreturn.bench.replay import LARGEST, ReplayError, read
 from support import corpus
 
 
@@ -99,6 +99,7 @@ def test_a_log_of_lengths_is_played_as_long_and_as_far_apart(tmp_path: Path) -> 
         ('{"conversation_id": 1, "prompt_tokens": 3}\n', "no time"),
         ('{"conversation_id": 1, "ts": 1, "prompt_tokens": -3}\n', "not a number of tokens"),
         ("3", "no history: give a list of messages"),
+        ("[" * 100_000, "file:1: not JSON: nested too deeply"),
     ],
 )
 def test_what_cannot_be_played_is_named_with_its_place(tmp_path: Path, text: str, told: str) -> None:
@@ -106,6 +107,14 @@ def test_what_cannot_be_played_is_named_with_its_place(tmp_path: Path, text: str
         played(tmp_path, text)
     assert str(tmp_path / "file") in str(error.value)
     assert told in str(error.value)
+
+
+def test_a_file_that_would_fill_the_memory_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.truncate(LARGEST + 1)  # a hole: takes no room
+    with pytest.raises(ReplayError, match="larger than 128 MB"):
+        read(path, None, None)
 
 
 @pytest.mark.parametrize("path", corpus.files("data/agents/*.json"))

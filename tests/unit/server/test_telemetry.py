@@ -160,6 +160,15 @@ async def test_what_a_good_turn_counts() -> None:
             assert router.metric(name.removeprefix("kvreturn_")) == 0, name
 
 
+async def test_a_turn_of_ds_alone_has_no_prefill_leg_to_time() -> None:
+    router = harness()
+    request = Request("/v1/responses", [b'{"model":"m","input":"Hi","background":true}'])
+    await router.play(request, Response([b"{}"], headers={"content-type": "application/json"}))
+    assert router.outcomes() == {"decode_alone": 1}
+    assert router.metric("prefill_duration_seconds_count") == 0
+    assert router.metric("decode_duration_seconds_count") == 1
+
+
 async def test_what_waits_for_others_is_not_what_the_router_adds() -> None:
     clock = Clock()
 

@@ -193,8 +193,12 @@ def test_the_standard_variables_switch_it_on(environ: dict[str, str], *, on: boo
     [
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, "give otlp, console or none"),
         ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "give grpc or http/protobuf"),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "0"}, "must be a positive integer"),
+        ({"OTEL_TRACES_EXPORTER": "console", "OTEL_SPAN_LINK_COUNT_LIMIT": "-1"}, "must be a non-negative integer"),
     ],
 )
-def test_what_is_not_there_is_said(environ: dict[str, str], said: str) -> None:
+def test_what_is_not_there_is_said(environ: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)  # the SDK looks there
     with pytest.raises(TelemetryError, match=said):
         Tracing.from_environ(environ)
