@@ -80,7 +80,7 @@ def command(
     requests, with their responses or without; Mooncake traces; Envoy access logs; the router's turn log. What ends in
     .gz is decompressed. Lines that cannot be used are counted and named.
 
-    Exit codes: 0 done, 1 reading or writing failed, 2 wrong arguments, 3 no line could be used, 4 see --strict.
+    Exit codes: 0 done, 1 reading or writing failed, 2 wrong arguments, 3 nothing to tell, 4 see --strict.
     """
     if not files and sys.stdin.isatty():
         raise click.UsageError("give a FILE, or a log on standard input")
