@@ -10,8 +10,7 @@ import pytest
 import yaml
 from dashboard_panels import FOLLOW_UP, REUSED
 
-from kvreturn.server import board
-from kvreturn.server.board import FRESH
+from kvreturn.core import outcome
 from support.harness import harness
 from support.promql import mistakes
 
@@ -27,8 +26,8 @@ async def test_alerts_ask_for_metrics_and_labels_that_there_are() -> None:
 
 
 def test_alerts_dashboard_and_admin_view_mean_the_same_by_follow_up_and_reuse() -> None:
-    assert set(FOLLOW_UP.removeprefix('outcome!~"').strip('"').split("|")) == {o.value for o in FRESH}
-    assert set(REUSED.removeprefix('outcome=~"').strip('"').split("|")) == {o.value for o in board.REUSED}
+    assert set(FOLLOW_UP.removeprefix('outcome!~"').strip('"').split("|")) == {o.value for o in outcome.FRESH}
+    assert set(REUSED.removeprefix('outcome=~"').strip('"').split("|")) == {o.value for o in outcome.REUSED}
     text = (FOLDER / "alerts.yml").read_text()
     assert {m for m in re.findall(r'outcome[=!]~"[^"]*"', text) if "|" in m} == {
         FOLLOW_UP,

@@ -23,7 +23,7 @@ class Intake:
 
     Attributes:
         lines: that are not blank.
-        other: requests that are no turns: other paths, other methods, refused.
+        other: requests that are no turns (other paths, other methods, refused), and what else kvreturn logs.
         bad: lines that could not be used, by reason.
         examples: the first of these, as `source:number`.
     """

@@ -54,7 +54,14 @@ def make_figures(a: Analysis) -> Sequence[Figure]:
     lines = [
         Figure("lines", "lines", intake.lines, _COUNT, "counted", "all lines but blank ones"),
         Figure("bad_lines", "bad lines", intake.bad.total(), _COUNT, "counted", "left out of everything else"),
-        Figure("other_lines", "other lines", intake.other, _COUNT, "counted", "requests that are no turns, or failed"),
+        Figure(
+            "other_lines",
+            "other lines",
+            intake.other,
+            _COUNT,
+            "counted",
+            "no turns: other requests, failed ones, what else kvreturn logs",
+        ),
     ]
     if a.tally.sums.turns or not a.measured.outcomes:
         return [*lines, *_traffic(a), *_gaps(a), *_savings(a), *_costs(a)]

@@ -12,6 +12,7 @@ from kvreturn.analyze.textlogs import (
     TURN_LOG,
     access_tokens,
     is_access,
+    is_own,
     is_turn,
     read_access,
     read_text,
@@ -21,6 +22,8 @@ from kvreturn.core.api import API, Answer, BadRequestError, Chat, Completions
 from kvreturn.core.fingerprint import Scope, Trail, canonical
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 
+# What a line of `--log-format json` has, if it is text. The other fields of ours have a logger of ours.
+_LOG = frozenset({"ts", "level", "logger", "worker", "message", "exception"})
 _REQUEST = ("request", "request_body", "body", "input")
 _RESPONSE = ("response", "response_body", "output")
 _TRACE_BLOCK = 512  # tokens per hash of a Mooncake trace
@@ -39,22 +42,36 @@ class LineReader:
     def __init__(self, unit: Unit = "auto") -> None:
         self._unit: Unit = unit
         self._scope = Scope(secrets.token_bytes(16), b"")
+        self._own = False  # whether the last line was of our own output
 
     def read(self, text: bytes) -> Observation | Measured | None:
-        """What a line tells; None if it is a request but no turn.
+        """What a line tells; None if it is a request but no turn, or of our own output without a turn.
 
         Raises:
             LineError: it cannot be used.
         """
         if not text.startswith(b"{"):
-            return read_text(text.decode(errors="replace"))
+            return self._text(text.decode(errors="replace"))
+        self._own = False
         try:
             obj = loads(text)
         except JSONTextError:
             raise LineError("not JSON") from None
         if obj.get("logger") == TURN_LOG:
             return read_turn(obj)
+        if _is_log(obj):
+            return None
         return self._trace(obj) if "hash_ids" in obj else self._object(obj)
+
+    def _text(self, text: str) -> Observation | Measured | None:
+        before, self._own = self._own, is_own(text)
+        try:
+            return read_text(text)
+        except LineError:
+            if not before or self._own:
+                raise
+            self._own = True
+            return None
 
     def _object(self, obj: Mapping[str, Any]) -> Observation | None:
         access = is_access(obj)
@@ -114,6 +131,13 @@ class LineReader:
         sizes.known = whole * _TRACE_BLOCK
         trail: Trail = self._scope.trail(["hash_ids"], map(canonical, ids[:whole]))
         return Observation(ts, sizes, digests=trail.digests[1 + _TRACE_SHARED :])
+
+
+def _is_log(obj: Mapping[str, Any]) -> bool:
+    """Whether a line is of another logger of ours, or of a library in our processes: they write text."""
+    return "level" in obj and (
+        str(obj.get("logger")).partition(".")[0] == "kvreturn" or {"logger", "message"} <= obj.keys() <= _LOG
+    )
 
 
 def _sizes(obj: Mapping[str, Any]) -> Sizes | None:

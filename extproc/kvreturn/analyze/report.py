@@ -7,6 +7,8 @@ from typing import Any, Literal
 from kvreturn.analyze.analysis import Analysis
 from kvreturn.analyze.figures import GIGA, Figure, make_figures, share
 from kvreturn.analyze.observation import Link
+from kvreturn.analyze.tally import MeasuredTally
+from kvreturn.core.outcome import Outcome
 
 Level = Literal["worth it", "marginal", "not worth it", "nothing to tell"]
 # Shares of the prefill time. Below the second the noise of a deployment is larger than the saving.
@@ -103,6 +105,8 @@ def _ttls(a: Analysis) -> list[TTLRow]:
 
 def _verdict(a: Analysis, ttls: Sequence[TTLRow]) -> tuple[Level, str]:
     sums, measured, room = a.tally.sums, a.measured, a.options.decode_bytes
+    if not sums.turns and measured.outcomes and not measured.follow_ups:
+        return "nothing to tell", f"Nothing to tell: {_why_no_follow_ups(measured)}"
     if not sums.turns and measured.outcomes:
         read = share(measured.read, measured.follow_up_prompt)
         ahead = share(measured.ahead, measured.follow_up_prompt)
@@ -113,7 +117,8 @@ def _verdict(a: Analysis, ttls: Sequence[TTLRow]) -> tuple[Level, str]:
             f"{level.capitalize()}: P read back {read:.0%} of the prompt tokens of follow-up turns{also} (measured).",
         )
     if not sums.turns:
-        return "nothing to tell", "Nothing to tell: no line of the input is a turn that can be used."
+        hint = " Of kvreturn, give the router's log: Envoy's has no conversations." if a.intake.other else ""
+        return "nothing to tell", f"Nothing to tell: no line of the input is a turn that can be used.{hint}"
     if not sums.follow_ups:
         return "not worth it", f"Not worth it: none of the {sums.turns:,} turns follows another one of the input."
     if a.options.rates.gain <= 0:
@@ -133,6 +138,13 @@ def _verdict(a: Analysis, ttls: Sequence[TTLRow]) -> tuple[Level, str]:
     if a.tally.links[Link.GUESSED]:
         return level, f"Perhaps {level}: {facts} (conversations are guessed, as the access log does not tell them)."
     return level, f"{level.capitalize()}: {facts}."
+
+
+def _why_no_follow_ups(measured: MeasuredTally) -> str:
+    total, off = measured.outcomes.total(), measured.outcomes[Outcome.DISABLED]
+    if off:
+        return f"read-back was off for {off:,} of {total:,} turns (`disabled`), and no other turn could have used it."
+    return f"none of the {total:,} turns could have reused an earlier one."
 
 
 def _level(saved: float) -> Level:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 
 from kvreturn.analyze.model import Rates
 from kvreturn.analyze.observation import Answered, Link, Measured, Turn
-from kvreturn.core.outcome import Outcome
+from kvreturn.core.outcome import FRESH, Outcome
 
 TTLS = (30.0, 60.0, 120.0, 240.0, 480.0, 900.0, 1800.0, 3600.0)
 _STEP = math.log(1.02)
 _TIME_BINS = 4096
-_NO_TURN_BEFORE = {Outcome.FIRST_TURN, Outcome.REJECTED, Outcome.CANCELLED}
 
 
 class Distribution:
@@ -252,7 +251,7 @@ class MeasuredTally:
     def add(self, turn: Measured) -> None:
         """Count a turn."""
         self.outcomes[turn.outcome] += 1
-        if turn.outcome not in _NO_TURN_BEFORE and turn.prompt is not None:
+        if turn.outcome not in FRESH and turn.prompt is not None:
             self.follow_up_prompt += turn.prompt
             ahead = min(turn.local or 0, turn.returned or 0)
             self.read += turn.read or 0
@@ -261,5 +260,5 @@ class MeasuredTally:
 
     @property
     def follow_ups(self) -> int:
-        """Turns that were not the first of their conversation."""
-        return self.outcomes.total() - sum(self.outcomes[o] for o in _NO_TURN_BEFORE)
+        """Turns that could have reused an earlier one, in the sense of alerts, dashboard and admin page."""
+        return self.outcomes.total() - sum(self.outcomes[o] for o in FRESH)

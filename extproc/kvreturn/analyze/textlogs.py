@@ -18,31 +18,51 @@ _OUTCOME = re.compile(r"\boutcome=([a-z_]+)")
 _COUNTS = ("prompt", "read", "local", "returned")
 _MEMBER = re.compile(rf" ({'|'.join(_COUNTS)})=([0-9]+)(?= |$)")
 TURN_LOG = "kvreturn.turn"
-"""`logger` of a turn log's line that is JSON."""
+"""Name of its logger, in each form."""
+_DECODE_LEG = "leg=decode "  # the second line of a turn whose legs an orchestrator sends; the first one has the outcome
 # Istio puts four more fields between the response flags and the bytes.
 _ACCESS = re.compile(
     r'\[(?P<start_time>[^\]]+)\] "(?P<method>\S+) (?P<path>\S+) [^"]*" (?P<response_code>\d+) \S+ '
     r'(?:\S+ \S+ "[^"]*" )?(?P<bytes_received>\d+) \d+ \S+ \S+ "(?P<x_forwarded_for>[^"]*)" "(?P<user_agent>[^"]*)"'
 )
-# What `kvreturn envoy-config` configures.
-_OWN_ACCESS = re.compile(r"\d\d:\d\d:\d\d\.\d{3} \S+ [A-Z-]+ \S+ \S+ -> ")
+# A line of our processes, whatever a collector has put in front of it.
+_OWN = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z]+ (?:worker \d+ )?(?P<logger>[\w.]+) (?P<message>.*)")
+# What else is in our output: `kvreturn up` names the source; Envoy's access log as `kvreturn envoy-config` configures
+# it (of P legs too, so its lines are no turns); Envoy's own log as `kvreturn up` has it, and in its default form.
+_BESIDE = re.compile(
+    r" *(?:router|envoy|kvreturn) \| "
+    r"|\S+ .*-> \d+ .*\bnode=\S+ .*\bin=\d+ out=\d+"
+    r"|\d\d:\d\d:\d\d\.\d{3} [a-z]+ \S+: "
+    r"|\[\d{4}-\d\d-\d\d [\d:.]+\]\[\d+\]\[[a-z]+\]\[\w+\] "
+)
+_HEAD, _WHOLE = 400, 4_096  # characters that hold a line's beginning with what a collector put there; a line of Envoy's
 
 
 def read_text(text: str) -> Measured | Observation | None:
-    """What a line tells; None if it is a request but no turn.
+    """What a line tells; None if it is a request but no turn, or of our own output without a turn.
 
     Raises:
         LineError: it tells nothing.
     """
+    own = _OWN.search(text[:_HEAD])
+    if own and (own["logger"] != TURN_LOG or own["message"].startswith(_DECODE_LEG)):
+        return None
     outcome = _OUTCOME.search(text)
     if outcome:
         return _measured(outcome[1], text)
+    if own:
+        raise LineError("a turn without an outcome")
     access = _ACCESS.match(text)
     if access:
         return read_access(access.groupdict())
-    if _OWN_ACCESS.match(text):
-        raise LineError("kvreturn's own Envoy access log has no dates, and P legs in it: give the router's log")
+    if _BESIDE.match(text[:_WHOLE]):
+        return None
     raise LineError("neither JSON nor a line of a turn log or an access log")
+
+
+def is_own(text: str) -> bool:
+    """Whether a line is of our own output. Text behind it that is none of these belongs to it: a traceback."""
+    return bool(_OWN.search(text[:_HEAD]) or _BESIDE.match(text[:_WHOLE]))
 
 
 def is_access(obj: Mapping[str, Any]) -> bool:
@@ -82,12 +102,14 @@ def read_access(access: Mapping[str, Any]) -> Observation | None:
     return Observation(to_seconds(access.get("start_time"), "auto"), sizes, client=client)
 
 
-def read_turn(obj: Mapping[str, Any]) -> Measured:
-    """What a JSON line of the turn log tells.
+def read_turn(obj: Mapping[str, Any]) -> Measured | None:
+    """What a JSON line of the turn log tells; None if it is a decode leg's, whose turn has a line already.
 
     Raises:
         LineError: it cannot be read.
     """
+    if obj.get("leg") == "decode":
+        return None
     return _word(str(obj.get("outcome")), {name: obj[name] for name in _COUNTS if is_count(obj.get(name))})
 
 

@@ -10,9 +10,8 @@ from kvreturn.bench.counters import Look
 from kvreturn.bench.run import Run
 from kvreturn.bench.sample import LEGS, LegName
 from kvreturn.bench.stats import Comparison, compare
-from kvreturn.core.outcome import Outcome
+from kvreturn.core.outcome import REUSED, Outcome
 
-_REUSED = frozenset({Outcome.HIT, Outcome.PARTIAL_HIT, Outcome.RETURNED, Outcome.LOCAL_HIT})
 _UNTOUCHED = frozenset(
     {Outcome.DISABLED, Outcome.DECODE_ALONE, Outcome.PREFILL_FAILED, Outcome.REJECTED, Outcome.CANCELLED}
 )
@@ -97,7 +96,7 @@ def follow_ups(look: Look) -> Counter[str]:
 def reuse_share(look: Look) -> float | None:
     """Share of these that reused something; None if the routers counted none."""
     turns = follow_ups(look)
-    return sum(n for name, n in turns.items() if name in _REUSED) / turns.total() if turns else None
+    return sum(n for name, n in turns.items() if name in REUSED) / turns.total() if turns else None
 
 
 def _amount(run: Run, comparison: Comparison | None) -> Iterator[Doubt]:
@@ -127,7 +126,7 @@ def _reuse(run: Run, on: Look) -> Iterator[Doubt]:
     share = reuse_share(on)
     if share is None or not any(s.turn for s in run.samples("on")):
         return
-    missed = [(name, n) for name, n in follow_ups(on).most_common() if name not in _REUSED]
+    missed = [(name, n) for name, n in follow_ups(on).most_common() if name not in REUSED]
     reasons = "; ".join(
         f"{n:,} {name}" + (f" ({_REMEDIES[Outcome(name)]})" if name in _REMEDIES else "") for name, n in missed[:_TOLD]
     )

@@ -16,11 +16,12 @@ from kvreturn.analyze.analysis import Analysis, Options, analyze
 from kvreturn.analyze.fields import Unit
 from kvreturn.analyze.lines import STDIN, InputError, Line, read_lines, total_size
 from kvreturn.analyze.report import Report, make_report
+from kvreturn.cli.heartbeat import Heartbeat
 
 NOTHING = 3
 BAD_LINES = 4
 _PICTURES = (".png", ".svg", ".pdf")
-_GIGA = 1e9
+_MEGA, _GIGA = 1e6, 1e9
 _positive = click.FloatRange(min=0, min_open=True)
 _path = click.Path(dir_okay=False, path_type=Path)
 
@@ -80,7 +81,7 @@ def command(
     requests, with their responses or without; Mooncake traces; Envoy access logs; the router's turn log. What ends in
     .gz is decompressed. Lines that cannot be used are counted and named.
 
-    Exit codes: 0 done, 1 reading or writing failed, 2 wrong arguments, 3 no line could be used, 4 see --strict.
+    Exit codes: 0 done, 1 reading or writing failed, 2 wrong arguments, 3 nothing to tell, 4 see --strict.
     """
     if not files and sys.stdin.isatty():
         raise click.UsageError("give a FILE, or a log on standard input")
@@ -131,14 +132,21 @@ def _write(analysis: Analysis, report: Report, html: Path | None, picture: Path 
 
 @contextmanager
 def _reading(names: Sequence[str]) -> Iterator[Iterator[Line]]:
-    """Lines of the inputs. On a terminal, stderr shows how far they are read, and that they are being counted then."""
+    """Lines of the inputs. Stderr shows how far they are read, and that they are being counted then."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("reading", total=total_size(names))
+        total, heartbeat = total_size(names), Heartbeat()
+        task = bar.add_task("reading", total=total)
+
+        def advance(count: int) -> None:
+            bar.advance(task, count)
+            of = "" if total is None else f" of {total / _MEGA:,.0f}"
+            heartbeat(f"reading: {bar.tasks[0].completed / _MEGA:,.0f}{of} MB")
 
         def lines() -> Iterator[Line]:
-            yield from read_lines(names, lambda count: bar.advance(task, count))
+            yield from read_lines(names, advance)
             bar.remove_task(task)
             bar.add_task("counting", total=None)
+            heartbeat("all is read: counting")
 
         yield lines()

@@ -26,6 +26,7 @@ from kvreturn.bench.sample import LegName
 from kvreturn.bench.summary import summarize
 from kvreturn.bench.talk import APIS_BY_NAME, TalkError
 from kvreturn.cli.bench_options import PAGES, PICTURES, Output, SpreadType, base_url, headers, metrics_urls
+from kvreturn.cli.heartbeat import Heartbeat
 from kvreturn.demo.show import Starting
 from kvreturn.demo.stack import SimOptions
 from kvreturn.envoy.process import ProcessError
@@ -218,6 +219,7 @@ async def _until_signal(ground: Open, plan: Plan, console: Console, starting: St
 
 async def _play(ground: Open, plan: Plan, console: Console, starting: Starting, run: Run) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    heartbeat = Heartbeat()
     connector = aiohttp.TCPConnector(limit=0)  # or an open loop would wait for connections
     async with aiohttp.ClientSession(connector=connector) as session, ground(session) as there:
         starting.done()
@@ -227,5 +229,6 @@ async def _play(ground: Open, plan: Plan, console: Console, starting: Starting, 
             def told(leg: LegName, number: int, total: int, before: int, done: int) -> None:
                 what = f"round {number + 1} of {plan.rounds}, {leg}"
                 bar.update(turns, total=total, completed=before + done, description=what)
+                heartbeat(f"{what}: {before + done:,} of {total:,} turns")
 
             await there.play(bench(there.legs, plan, session, told, run))

@@ -59,3 +59,14 @@ class Outcome(StrEnum):
     """The request was refused: by the router, or by P with a 4xx that went to the client."""
     CANCELLED = "cancelled"
     """The client left before the prefill leg was done."""
+
+
+REUSED = frozenset({Outcome.HIT, Outcome.PARTIAL_HIT, Outcome.LOCAL_HIT, Outcome.RETURNED})
+"""Outcomes of turns for which P had, or read, what an earlier turn had computed."""
+FRESH = frozenset(
+    {
+        *(Outcome.FIRST_TURN, Outcome.BELOW_THRESHOLD, Outcome.DECODE_ALONE, Outcome.DISABLED),
+        *(Outcome.REJECTED, Outcome.CANCELLED),
+    }
+)
+"""Outcomes of turns for which there was nothing, or nothing worth it, to read back. All others are follow-up turns."""

@@ -5,19 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from kvreturn.core.outcome import Outcome
+from kvreturn.core.outcome import FRESH, REUSED, Outcome
 
 RECENT = 200  # turns that are remembered
 STEP, STEPS = 10.0, 60  # seconds of one step of the history, and how many there are
-REUSED = frozenset({Outcome.HIT, Outcome.PARTIAL_HIT, Outcome.LOCAL_HIT, Outcome.RETURNED})
-"""Outcomes of turns for which P had, or read, what an earlier turn had computed."""
-FRESH = frozenset(
-    {
-        *(Outcome.FIRST_TURN, Outcome.BELOW_THRESHOLD, Outcome.DECODE_ALONE, Outcome.DISABLED),
-        *(Outcome.REJECTED, Outcome.CANCELLED),
-    }
-)
-"""Outcomes of turns for which there was nothing, or nothing worth it, to read back."""
 Phase = Literal["arriving", "prefill", "decode", "streaming", "ended"]
 
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import Any
 
-from kvreturn.core.outcome import Outcome
-from kvreturn.server.board import FRESH, REUSED
+from kvreturn.core.outcome import FRESH, REUSED, Outcome
 from kvreturn.server.page_style import SCRIPT, STYLE
 from kvreturn.server.view import QUIET
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from opentelemetry.trace import SpanContext
 from opentelemetry.util.types import AttributeValue
 
+from kvreturn.core.legs import PrefillLeg
 from kvreturn.core.outcome import Outcome
 from kvreturn.core.turn import Turn
 from kvreturn.telemetry import genai
@@ -121,7 +122,8 @@ def fields(turn: Turn, times: Times, status: int | None, error: str | None, cont
         "read": facts.read,
         "local": facts.local,
         "returned": facts.brought or None,
-        "completion": turn.answer.usage.completion,
+        # P's own answer to a P leg is one token, which is not the turn's.
+        "completion": None if isinstance(turn, PrefillLeg) else turn.answer.usage.completion,
         "prefill_ms": _ms(times.prefill),
         "first_token_ms": _ms(times.first_token),
         "total_ms": _ms(times.total),

@@ -9,8 +9,9 @@ from typing import Any
 from kvreturn import __version__
 from kvreturn.config import Settings
 from kvreturn.core.fingerprint import keyed_hash
+from kvreturn.core.outcome import FRESH, REUSED
 from kvreturn.core.ports import Holding
-from kvreturn.server.board import FRESH, REUSED, STEP, TurnView
+from kvreturn.server.board import STEP, TurnView
 from kvreturn.server.world import World
 from kvreturn.settings.types import Section
 from kvreturn.store.errors import StoreError

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from kvreturn.cli.heartbeat import Heartbeat
 from kvreturn.cli.main import main
 from support.logs import named
 
@@ -36,6 +37,13 @@ def test_the_verdict_comes_first_and_every_figure_refers_to_what_it_rests_on() -
     assert any(line.startswith("[8] sum of min(previous prompt, this prompt)") for line in lines)
     assert any(line.split()[:3] == ["480", "100.0%", "100.0%"] for line in lines)
     assert "1 bad lines: neither JSON nor a line of a turn log or an access log (-:4)" in lines
+
+
+def test_without_a_terminal_it_says_now_and_then_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvreturn.cli.analyze.Heartbeat", lambda: Heartbeat(0.0))
+    ran = run(rows=GOOD)
+    assert ran.stderr.splitlines()[-1] == "all is read: counting"
+    assert ran.stdout.startswith("Worth it")
 
 
 def test_json_is_one_object_and_nothing_else() -> None:

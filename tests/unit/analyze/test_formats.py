@@ -109,7 +109,11 @@ def test_of_a_member_that_is_there_twice_the_last_one_counts() -> None:
         ({"timestamp": 0, "hash_ids": 3, "input_length": 1_024}, "`hash_ids` does not fit"),
         ({"timestamp": 0, "hash_ids": []}, "no `input_length`"),
         ("2026-01-01 12:00:00,000 INFO kvreturn.turn outcome=lost api=chat", "an outcome in it that kvreturn"),
-        ("12:00:00.000 1.2.3.4 POST /v1/completions HTTP/1.1 -> 200 - node=- first=1ms", "give the router's log"),
+        ("2026-01-01 12:00:00,000 INFO kvreturn.turn api=chat", "a turn without an outcome"),
+        (
+            {"ts": "2026-01-01T12:00:00Z", "level": "info", "logger": "kvreturn.turn", "outcome": "lost"},
+            "an outcome in it",
+        ),
     ],
 )
 def test_a_line_that_cannot_be_used_is_named_and_the_rest_goes_on(row: Any, reason: str) -> None:  # noqa: ANN401 - JSON
@@ -170,6 +174,49 @@ def test_a_turn_log_line_in_json_tells_the_same() -> None:
         with pytest.raises(LineError, match="an outcome in it that kvreturn"):
             read({**line, "outcome": wrong})
     assert read({**line, "prompt": "many", "read": -1, "local": True}) == Measured(Outcome.HIT, None, None, None)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        ["2026-11-29 23:35:48,652 INFO kvreturn listening on 127.0.0.1:9090"],
+        ["2026-11-29 23:35:48,652 WARNING worker 1 kvreturn store put failed: timeout"],
+        ["2026-11-29 23:56:30,054 INFO worker 0 kvreturn.turn leg=decode api=chat model=m status=200 captured=True"],
+        ["2026-11-29 23:56:30,054 INFO kvreturn.return result=returned tokens=9"],
+        ["  router | 2026-11-29 23:56:05,801 INFO kvreturn worker 0 is process 27637"],
+        ["  router | Error: this needs redis", "kvreturn | ready: http://127.0.0.1:8000/v1"],
+        ["   envoy | 23:56:29.230 10.0.0.1 POST /v1/chat/completions HTTP/1.1 -> 200 - node=10.0.0.2:80 in=1 out=2"],
+        ["23:56:29.230 10.0.0.1 POST /v1/completions HTTP/1.1 -> 200 DC node=- first=-ms all=1ms in=1 out=2"],
+        ["2026-11-29T23:56:29.230Z client 10.0.0.1 POST /v1/completions HTTP/2 -> 200 - node=- in=1 out=2 request=a"],
+        ["23:56:29.230 warning ext_proc: something"],
+        ["[2026-11-29 23:56:29.230][12][warning][ext_proc] [source/x.cc:1] something"],
+        [
+            "router-1  | 2026-11-29 23:35:48,652 ERROR kvreturn could not settle a turn",
+            "Traceback (most recent call last):",
+            '  File "x.py", line 1, in f',
+            "ValueError: no",
+        ],
+        ['{"ts":"2026-11-29T23:52:07.008+00:00","level":"info","logger":"kvreturn","message":"listening"}'],
+        ['{"ts":"2026-11-29T23:52:07.008+00:00","level":"info","logger":"kvreturn.return","result":"x","tokens":9}'],
+        ['{"ts":"2026-11-29T23:52:07.008+00:00","level":"info","logger":"kvreturn.turn","leg":"decode","api":"chat"}'],
+        ['{"ts":"2026-11-29T23:52:07.008+00:00","level":"info","logger":"envoy","message":"in=1 out=2"}'],
+        ['{"ts":"2026-11-29T23:52:07.008+00:00","level":"error","logger":"asyncio","worker":1,"message":"x"}'],
+    ],
+)
+def test_what_else_kvreturn_logs_is_no_bad_line(rows: list[str]) -> None:
+    turn_line = "2026-11-29 23:35:54,630 INFO worker 0 kvreturn.turn outcome=hit api=chat prompt=120 read=96 local=0"
+    got = result([turn_line, *rows, turn_line])
+    assert (got["turns"], got["other_lines"], got["bad"]) == (2, len(rows), [])
+
+
+def test_text_that_is_not_of_our_log_is_bad_wherever_a_turn_of_json_stands_before_it() -> None:
+    got = result(["2026-11-29 23:35:48,652 INFO kvreturn listening", named("a", 0, 10), "hello", named("a", 1, 20)])
+    assert (got["turns"], got["other_lines"], got["bad_lines"]) == (2, 1, 1)
+
+
+def test_a_log_of_another_program_with_requests_in_it_is_read() -> None:
+    line = {"level": "info", "logger": "gateway", "message": "asked", **named("c", 0, 7)}
+    assert turn(line).sizes.prompt == 7
 
 
 ENVOY = (

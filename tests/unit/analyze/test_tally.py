@@ -183,6 +183,22 @@ def test_kvreturns_own_log_answers_by_what_it_measured() -> None:
 
 
 @pytest.mark.parametrize(
+    ("outcomes", "follow_ups", "level", "words"),
+    [
+        (["disabled"] * 3 + ["hit"], 1, "worth it", "P read back 100%"),
+        (["disabled"] * 3, 0, "nothing to tell", "read-back was off for 3 of 3 turns"),
+        (["first_turn", "below_threshold", "decode_alone"], 0, "nothing to tell", "none of the 3 turns could have"),
+    ],
+)
+def test_turns_that_could_not_have_been_read_back_are_no_follow_ups(
+    outcomes: list[str], follow_ups: int, level: str, words: str
+) -> None:
+    got = result([f"outcome={o} api=chat prompt=1000 read={1000 * (o == 'hit')} local=0" for o in outcomes])
+    assert (got["follow_up_turns"], got["level"], got["turns"]) == (follow_ups, level, len(outcomes))
+    assert words in got["verdict"]
+
+
+@pytest.mark.parametrize(
     ("rows", "words"),
     [
         ([named("a", 0, 9), named("a", 1_000, 9)], "no `cached_tokens`"),

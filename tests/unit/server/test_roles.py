@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,6 +107,16 @@ async def test_what_the_decode_leg_leaves_goes_with_the_next_prefill_leg_and_all
     assert router.metric("handles_captured_total") == 2
     assert router.metric("read_back_tokens_total") == 160
     assert router.world.prefill.load(PREFILL) == router.world.decode.load(DECODE) == 0
+
+
+async def test_the_one_token_of_a_prefill_leg_is_not_logged_as_the_turns_answer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "kvreturn.turn")
+    await Proxy().prefill(FIRST)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
+    assert line.startswith("outcome=first_turn ")
+    assert "completion=" not in line
 
 
 async def test_the_orchestrators_headers_stay_but_ours() -> None:
