@@ -60,6 +60,7 @@ async def test_a_turn_is_seen_from_its_first_byte_to_its_last() -> None:
     clock.now += 2.5
     (live,) = (await section(router, "turns"))["live"]
     body = chat("Hi")
+    assert envoy.upstream.headers
     assert live | {"tenant": "", "session": ""} == {
         "phase": "decode",
         "age": 2.5,
@@ -74,6 +75,7 @@ async def test_a_turn_is_seen_from_its_first_byte_to_its_last() -> None:
         "error": None,
         "prefill_node": "10.0.0.1:8100",
         "decode_node": None,
+        "request": envoy.upstream.headers["x-request-id"],
         "request_bytes": len(body),
         "response_bytes": 0,
         "prompt": 114,
