@@ -171,6 +171,31 @@ async def test_what_needs_a_look() -> None:
     await router.world.guard.aclose()
 
 
+async def test_what_an_operator_wanted_is_no_trouble() -> None:
+    router = harness()
+    router.world.decode.drain(DECODE)
+    state = await section(router, "state")
+    assert (state["trouble"], state["notes"]) == ([], [f"decode nodes that drain: {DECODE}"])
+    told = await html(router)
+    assert f"<h2>Note</h2><ul><li>decode nodes that drain: {DECODE}</li></ul>" in told
+    assert "Needs a look" not in told
+    assert "broken" not in told.partition("<h2>Nodes</h2>")[2].partition("</section>")[0]
+
+
+async def test_the_page_says_which_worker_it_is_of() -> None:
+    router = harness(workers=3, store={"url": "redis://localhost:1"}, secret="a secret of these tests")
+    router.world.worker = 2
+    assert "worker 2 (0 to 2)" in await html(router)
+    assert "worker 0 (" not in await html(harness())
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.0, ""), (0.6, ""), (2.34, "about 2.3 s"), (1234.5, "about 1,234 s")])
+async def test_time_saved_is_told_where_it_is_known(seconds: float, told: str) -> None:
+    router = harness()
+    router.world.metrics.saved_seconds.inc(seconds)
+    assert re.findall(r"about [\d,.]+ s", await html(router)) == ([told] if told else [])
+
+
 SECRETS = (
     *("s3cr3t", "sess-of-mine", "a person", "planted words", "Good morning"),  # what clients and models say
     *("chatcmpl-d", "chatcmpl-p", "engine-of-p", "remote_block_ids"),  # handles
