@@ -214,9 +214,9 @@ class World:
             self._said.add(text)
             log.warning(text)
 
-    async def take(self, keys: Sequence[bytes]) -> Taken:
-        """Take from the store, within its deadline."""
-        taken = await self.guard.take(keys)
+    async def take(self, keys: Sequence[bytes], *, hurry: bool = True) -> Taken:
+        """Take from the store, within its deadline; without `hurry` no turn waits for it."""
+        taken = await self.guard.take(keys, hurry=hurry)
         self.took(taken)
         return taken
 
