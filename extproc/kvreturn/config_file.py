@@ -43,7 +43,7 @@ def load_settings(
         raise ConfigError(f"{path}: {e.strerror}") from e
     # ValueError: no UTF-8, or a number or date that Python has none of. RecursionError: also what refers to itself.
     except (yaml.YAMLError, ValueError, RecursionError) as e:
-        raise ConfigError(f"{path}: not YAML: {e}") from e
+        raise ConfigError(f"{path}{_place(e)}: not YAML: {_reason(e)}") from e
     if twice:
         raise ConfigError(f"{path}:{twice.start_mark.line + 1}: {twice.value}: given twice")
     if not isinstance(data, dict):
@@ -61,6 +61,18 @@ def load_settings(
     except ValidationError as e:
         lines = [f"{path}:{_line_of(node, err)}: {_explain(err)}" for err in e.errors()]
         raise ConfigError("\n".join(lines)) from None
+
+
+def _place(error: Exception) -> str:
+    """`:LINE` where the parser gave up, empty if it does not tell."""
+    mark = getattr(error, "problem_mark", None)
+    return f":{mark.line + 1}" if mark else ""
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, on one line."""
+    reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+    return " ".join(str(reason).split())
 
 
 def _duplicate(node: yaml.Node | None) -> yaml.ScalarNode | None:

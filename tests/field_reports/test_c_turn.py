@@ -118,9 +118,10 @@ async def test_068_no_two_requests_have_one_id() -> None:
     turns = [Request(pieces=[chat("One")], headers=headers), Request(pieces=[chat("Two")], headers=headers)]
     envoys = await asyncio.gather(*(router.play(turn, END) for turn in turns))
     ids = [headers["x-request-id"] for headers in router.stub.headers]
-    ids += [(envoy.upstream.headers or {})["x-request-id"] for envoy in envoys]
-    assert len({*ids, "abc"}) == 5
-    assert all(uuid.UUID(i).version == 4 for i in ids)
+    decode = [(envoy.upstream.headers or {})["x-request-id"] for envoy in envoys]
+    assert len({*ids, *decode, "abc"}) == 5
+    assert sorted(ids) == sorted(f"{i}-p1" for i in decode)  # one is found in the logs by the other
+    assert all(uuid.UUID(i).version == 4 for i in decode)
 
 
 @pytest.mark.parametrize("sent", ["x" * 10_240, "a\x01b", "a b", "\u00e4"])

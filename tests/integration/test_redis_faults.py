@@ -105,15 +105,18 @@ def connections(redis: Server) -> int:
     return int(redis.ask("INFO", "clients").decode().partition("connected_clients:")[2].split()[0]) - 1
 
 
-def test_without_the_extra_the_command_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_without_the_extra_the_command_says_what_to_install(
+    workers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tmp_path / "kvreturn.yaml"
     config.write_text("pools: {prefill: ['a:1'], decode: ['b:1']}\nsecret: s\nstore: {url: 'redis://127.0.0.1:1'}\n")
     for name in [n for n in sys.modules if n.split(".")[0] == "redis" or n == "kvreturn.store.client"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "redis", None)
-    result = CliRunner().invoke(main, ["serve", "--config", str(config)])
+    result = CliRunner().invoke(main, ["serve", "--config", str(config), "--workers", workers])
     assert result.exit_code == 1
-    assert "pip install 'kvreturn[redis]'" in result.output
+    assert "pip install '.[redis]'" in result.output
 
 
 async def test_a_server_that_dies_makes_turns_cold_until_it_is_back(redis: Server, router: Router) -> None:

@@ -255,15 +255,17 @@ def test_a_file_that_holds_no_mapping(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "line"),
     [
-        *("a: [1\n", "a: 'x\n", "\t a: 1\n", "a: 1\n--- \nb: 2\n", "a: !!python/name:os.system\n", "a: &x [*y]\n"),
-        *("a: 2026-13-45\n", "a: " + "9" * 5000, "a: &x [*x]\n", "a: " + "[" * 5000),
+        *(("a: [1\n", ":2"), ("a: 'x\n", ":2"), ("\t a: 1\n", ":1"), ("a: 1\n--- \nb: 2\n", ":2")),
+        *(("a: !!python/name:os.system\n", ":1"), ("a: 1\nb: &x [*y]\n", ":2")),
+        *(("a: 2026-13-45\n", ""), ("a: " + "9" * 5000, ""), ("a: &x [*x]\n", ""), ("a: " + "[" * 5000, ":1")),
     ],
     ids=range(10),
 )
-def test_a_file_that_is_no_yaml(tmp_path: Path, text: str) -> None:
-    assert errors(tmp_path, text)[0].startswith("FILE: not YAML: ")
+def test_a_file_that_is_no_yaml(tmp_path: Path, text: str, line: str) -> None:
+    (told,) = errors(tmp_path, text)
+    assert told.startswith(f"FILE{line}: not YAML: ")
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:

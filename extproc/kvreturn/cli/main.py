@@ -49,7 +49,7 @@ class _Lazy(click.Group):
             if extra is None:
                 raise
             raise click.ClickException(
-                f"this needs {e.name}, which is not installed: pip install 'kvreturn[{extra}]'"
+                f"this needs {e.name}, which is not installed: run pip install '.[{extra}]' in kvreturn's source folder"
             ) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import click
 
-from kvreturn.cli.options import log_format
+from kvreturn.cli.options import LoggedError, log_format
 from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.server.app import ListenError, check_free, serve
 from kvreturn.server.supervisor import REFUSED, Supervisor, SupervisorError
+from kvreturn.store.factory import check_installed
 from kvreturn.telemetry.environment import TelemetryError
 from kvreturn.telemetry.logs import Format, configure
 
 log = logging.getLogger("kvreturn")
 
 
-class _RefusedError(click.ClickException):
+class _RefusedError(LoggedError):
     exit_code = REFUSED
 
 
@@ -49,13 +50,14 @@ def command(
         settings = load()
         configure(log_format, log_level, worker)
         if worker is None:
+            check_installed(settings)
             _warn(settings)
         if worker is None and settings.workers > 1:
             asyncio.run(_supervise(settings, load))
         else:
             asyncio.run(serve(settings, load, worker=worker, watch=path if watch else None))
     except (ConfigError, ListenError, TelemetryError, SupervisorError) as e:
-        raise (click.ClickException if worker is None else _RefusedError)(str(e)) from None
+        raise (LoggedError if worker is None else _RefusedError)(str(e), log_format) from None
 
 
 async def _supervise(settings: Settings, load: partial[Settings]) -> None:

@@ -14,7 +14,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvreturn.cli.options import log_format
+from kvreturn.cli.options import LoggedError, log_format
 from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.envoy.ports import reachable, unavailable
@@ -65,7 +65,7 @@ def command(
         sink = _print_json if log_format == "json" else _print_line
         asyncio.run(run(settings, serve, sink, concurrency=concurrency, log_level=envoy_log_level))
     except (ConfigError, ProcessError) as e:
-        raise click.ClickException(str(e)) from e
+        raise LoggedError(str(e), log_format) from e
 
 
 async def run(

@@ -29,7 +29,13 @@ async def check_store(ctx: Context) -> list[Finding]:
 
         from kvreturn.store.client import close, connect  # noqa: PLC0415
     except ModuleNotFoundError:
-        return [fail(CHECK, "the Redis client is not installed here", "pip install 'kvreturn[redis]'")]
+        return [
+            fail(
+                CHECK,
+                "the Redis client is not installed here",
+                "run pip install '.[redis]' in kvreturn's source folder",
+            )
+        ]
     url = parse_store_url(own.url.get_secret_value())
     client: Any = connect(url, pool_size=4, connect_timeout=ctx.seconds)
     try:

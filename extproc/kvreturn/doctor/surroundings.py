@@ -80,7 +80,13 @@ async def check_otlp(ctx: Context) -> list[Finding]:
     try:
         tracing = await asyncio.to_thread(Tracing.from_environ, environ)
     except TelemetryError as e:
-        return [fail(check, str(e), "correct the OTEL_* variables, or install kvreturn[otlp]")]
+        return [
+            fail(
+                check,
+                str(e),
+                "correct the OTEL_* variables, or run pip install '.[otlp]' in kvreturn's source folder",
+            )
+        ]
     on = tracing.on
     stop = asyncio.create_task(asyncio.to_thread(tracing.shutdown))
     try:

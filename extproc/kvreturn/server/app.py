@@ -131,9 +131,10 @@ def check_free(listens: Mapping[str, str | None]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(settings: Settings) -> AsyncIterator[Router]:
+async def running(settings: Settings, worker: int = 0) -> AsyncIterator[Router]:
     """A router for as long as the context lasts."""
     world = World.create(settings, tracing=Tracing.from_environ(os.environ))
+    world.worker = worker
     export = metrics_export(world.metrics, os.environ)
     async with world.client, contextlib.aclosing(world.guard), world.lifecycle.presence(), world.nodes, world.pressure:
         router = Router(world)
@@ -177,8 +178,8 @@ async def serve(
     if worker is not None:
         loop.add_reader(sys.stdin.fileno(), _orphaned, stop)
     own = settings.worker(worker or 0)
-    async with running(own) as router:
-        reloader = Reloader(router.world, load, settings, worker or 0)
+    async with running(own, worker or 0) as router:
+        reloader = Reloader(router.world, load, settings)
         loop.add_signal_handler(signal.SIGHUP, reloader.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         watching = asyncio.create_task(reloader.watch(watch)) if watch else None

@@ -30,6 +30,7 @@ class TurnView:
         error: a word if it failed.
         prefill_node: P's address.
         decode_node: D's address.
+        request: `x-request-id` that the nodes get.
         request_bytes: bytes of its body.
         response_bytes: bytes of D's answer so far.
         prompt: tokens of its prompt.
@@ -55,6 +56,7 @@ class TurnView:
     error: str | None
     prefill_node: str | None
     decode_node: str | None
+    request: str | None
     request_bytes: int
     response_bytes: int
     prompt: int | None

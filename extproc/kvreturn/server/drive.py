@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ async def drive(
     begun = world.clock()
     steps = turn.request(body)
     result: Any = None
+    asked = itertools.count(1)
 
     def step() -> tuple[Effect | None, Forward | Refuse | None]:
         try:
@@ -61,7 +63,7 @@ async def drive(
             else:
                 assert isinstance(effect, Ask)
                 # vLLM's engine fails on two live requests of one id, so no client's id goes there.
-                named = {**headers, "x-request-id": world.new_id()}
+                named = {**headers, "x-request-id": f"{record.request}-p{next(asked)}"}
                 left = begun + turn.policy.timeout - world.clock()
                 with record.prefill_leg(effect.path) as traced:
                     result = await world.client.ask(effect, {**named, **traced}, left)

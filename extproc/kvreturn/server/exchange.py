@@ -240,7 +240,7 @@ class Exchange:
     def _outward(self, changes: Headers) -> Headers:
         """What changes in the headers of a request whose response we look at."""
         if self._looks:
-            changes.set["x-request-id"] = self._world.new_id()
+            changes.set["x-request-id"] = self._record.request if self._record else self._world.new_id()
             if self._record:
                 changes.set.update(self._record.trace.decode())
             # A compressed answer could not be looked into.

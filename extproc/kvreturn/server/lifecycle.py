@@ -95,7 +95,7 @@ class Lifecycle:
             StoreError: nothing is known of it.
         """
         keys = await asyncio.to_thread(self._places, api, body, headers)  # bodies may be large
-        taken = await self._world.take(keys)
+        taken = await self._world.take(keys, hurry=False)
         if taken.reason is Outcome.STORE_UNAVAILABLE:
             raise StoreError("unavailable")
         return await self._free([taken] if taken.record else [], credentials)

@@ -19,7 +19,9 @@ JSON = dict[str, Any]
 _ROWS = 25  # turns that get a row of their own
 _BAR, _GAP, _HEIGHT = 7, 2, 44  # of the history's bars, in pixels
 _NONE = "-"
+_LEAST = 1  # second of prefill saved that is worth telling
 _KEY = (("warm", "reused"), ("fresh", "nothing to reuse"), ("cold", "cold"), ("broken", "something failed"))
+_STATES = {"up": "warm", "draining": "fresh"}
 _WORST = frozenset({"read_failed", "prefill_failed", "store_unavailable", "return_failed", "breaker_open", "node_gone"})
 
 
@@ -43,8 +45,9 @@ def page(state: JSON, config: Sequence[JSON]) -> str:
     """
     reuse, live = state["reuse"], state["turns"]["live"]
     tiles = _reuse(reuse) + _rate(reuse) + _live(live) + _saved(reuse)
+    told = _told("trouble", "Needs a look", state["trouble"]) + _told("note", "Note", state["notes"])
     main = (
-        f'{_trouble(state["trouble"])}<div class="tiles">{tiles}</div>'
+        f'{told}<div class="tiles">{tiles}</div>'
         f'<div class="two">{_why(reuse)}{_nodes(state["pools"])}</div>'
         f"{_running(live)}{_recent(state['turns']['recent'])}"
         f'<div class="two">{_store(state["store"])}{_returns(state["returns"])}</div>'
@@ -53,10 +56,15 @@ def page(state: JSON, config: Sequence[JSON]) -> str:
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>kvreturn</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
         f'content="light dark"><style>{STYLE}</style></head><body><header><h1>kvreturn</h1>'
-        f'<span class="dim">{_e(state["version"])}</span><span id="age" class="dim"></span></header>'
+        f'<span class="dim">{_e(state["version"])}{_who(state)}</span><span id="age" class="dim"></span></header>'
         f"<main>{main}</main>{_config(config)}"
         f"<script>{SCRIPT}</script></body></html>"
     )
+
+
+def _who(state: JSON) -> str:
+    """Which worker this is, as its log lines have it."""
+    return f" · worker {state['worker']} (0 to {state['workers'] - 1})" if state["workers"] > 1 else ""
 
 
 def _e(value: object) -> str:
@@ -71,12 +79,10 @@ def _card(title: str, body: str, kind: str = "card") -> str:
     return f'<section class="{kind}"><h2>{_e(title)}</h2>{body}</section>'
 
 
-def _trouble(told: Sequence[str]) -> str:
-    if not told:
-        return ""
-    return (
-        f'<section class="trouble"><h2>Needs a look</h2><ul>{"".join(f"<li>{_e(t)}</li>" for t in told)}</ul></section>'
-    )
+def _told(kind: str, title: str, told: Sequence[str]) -> str:
+    """A box of lines, none if there are none."""
+    lines = "".join(f"<li>{_e(t)}</li>" for t in told)
+    return f'<section class="{kind}"><h2>{title}</h2><ul>{lines}</ul></section>' if told else ""
 
 
 def _reuse(reuse: JSON) -> str:
@@ -123,7 +129,9 @@ def _live(live: Sequence[JSON]) -> str:
 def _saved(reuse: JSON) -> str:
     tokens, saved = reuse["tokens"], reuse["saved_seconds"]
     again = tokens["read_back"] + tokens["returned"]
-    note = f"of {_short(tokens['prompt'])} prompt tokens; about {saved:,.0f} s of prefill saved"
+    note = f"of {_short(tokens['prompt'])} prompt tokens"
+    if saved >= _LEAST:  # less than that may be none, or not known: few legs have been measured
+        note += f"; about {saved:,.{0 if saved >= 10 * _LEAST else 1}f} s of prefill saved"
     return _card("Tokens read back", f'<p class="big">{_short(again)}</p><p class="dim">{note}</p>', "tile")
 
 
@@ -189,7 +197,7 @@ def _nodes(pools: JSON) -> str:
         for node in pools[kind]:
             state = str(node["state"])
             failures = f", {node['failures']} failures" if node["failures"] else ""
-            dot = f'<span class="dot {"warm" if state == "up" else "broken"}"></span>'
+            dot = f'<span class="dot {_STATES.get(state, "broken")}"></span>'
             load = _meter(node["load"] / most, "fresh")
             rows.append([kind, _e(node["address"]), dot + _e(state) + failures, load, f"{node['load']:,} {unit}"])
     open_ = "".join(f'<li class="mono">{_e(engine)}</li>' for engine in pools["breakers_open"])
@@ -230,21 +238,24 @@ def _recent(recent: Sequence[JSON]) -> str:
     width = 5 * max(len(recent), 100)
     strip = f'<svg class="strip" viewBox="0 0 {width} 20" preserveAspectRatio="none">{ticks}</svg>'
     key = "".join(f'<span class="dot {tone}"></span>{text}' for tone, text in _KEY)
-    head = ["num:ago", ":outcome", ":api", "name:model", "num:status", "num:prompt", "num:read", "num:local"]
+    head = ["num:ago", ":outcome", ":api", "name:model", "mono:P", "mono:D", "num:status", "num:prompt"]
     rows = [
         [
             *(_ago(turn["ago"]), _outcome(turn), _e(turn["api"]), _word(turn["model"])),
+            *(_word(turn["prefill_node"]), _word(turn["decode_node"])),
             *(
                 _word(turn["error"] or turn["status"]),
                 _count(turn["prompt"]),
                 _count(turn["read"]),
                 _count(turn["local"]),
             ),
-            *(_count(turn["prefill_ms"]), _count(turn["first_token_ms"]), _word(turn["going"]), _word(turn["trace"])),
+            *(_count(turn["prefill_ms"]), _count(turn["first_token_ms"]), _word(turn["going"])),
+            *(_word(turn["request"]), _word(turn["trace"])),
         ]
         for turn in recent[:_ROWS]
     ]
-    table = _table([*head, "num:prefill ms", "num:first token ms", ":return", "mono:trace"], rows)
+    head += ["num:read", "num:local", "num:prefill ms", "num:first token ms", ":return", "mono:request", "mono:trace"]
+    table = _table(head, rows)
     return _card("Ended, the last first", f'{strip}<p class="key dim">{key}</p>{table}')
 
 

@@ -16,7 +16,7 @@ p{margin:4px 0}ul{margin:4px 0;padding-left:18px}
 .dim{color:var(--dim)}.good{color:var(--warm)}.bad{color:var(--broken)}
 .mono{font-family:ui-monospace,"SF Mono",Menlo,"DejaVu Sans Mono",monospace;font-size:12px}
 th.mono{font-family:inherit}
-.card,.tile,.trouble{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px;
+.card,.tile,.trouble,.note{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:14px 16px;
 margin-bottom:14px;min-width:0}
 .trouble{background:var(--soft);border-color:var(--broken)}.trouble h2{color:var(--broken)}
 .tiles{display:grid;grid-template-columns:1fr 2.2fr 1fr 1.3fr;gap:14px}

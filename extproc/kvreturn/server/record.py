@@ -44,10 +44,14 @@ class TurnRecord:
         world: what all exchanges share.
         turn: the turn.
         headers: of its request.
+
+    Attributes:
+        request: id that D gets as `x-request-id`; P gets it with `-p1` behind it, and `-p2` and so on when asked again.
     """
 
     def __init__(self, world: World, turn: Turn, headers: Mapping[str, str]) -> None:
         self.size = 0
+        self.request = self._name(world, headers)
         self._world = world
         self._turn = turn
         self._credentials = {h: headers[h] for h in CREDENTIALS if h in headers}
@@ -67,6 +71,10 @@ class TurnRecord:
         self._received = 0  # bytes of D's body
         self._moved = self._begun  # when something last happened
         world.board.began(self)
+
+    def _name(self, world: World, headers: Mapping[str, str]) -> str:
+        del headers  # vLLM's engine fails on two live requests of one id, so no client's id goes there
+        return world.new_id()
 
     @property
     def kept(self) -> bool:
@@ -263,8 +271,17 @@ class TurnRecord:
         if advice:
             self._world.warn_once(advice)
         if log.isEnabledFor(logging.INFO):
-            told = summary.fields(turn, times, self._status, error, self.trace.context)
+            told = summary.fields(turn, times, self._status, error, self._where())
+            told |= summary.ids(self.trace.context)
             log.info("%s", summary.line(told), extra={"fields": told})
+
+    def _where(self) -> summary.Where:
+        """What finds the turn in the logs of others."""
+        return {
+            "prefill_node": self._turn.prefill_node,
+            "decode_node": self._node or self._turn.decode_node,
+            "request": self.request or None,
+        }
 
     def view(self) -> TurnView:
         """The turn as it is now, for the admin view."""
@@ -282,8 +299,7 @@ class TurnRecord:
             detail=facts.detail if facts.detail != facts.outcome else None,
             status=self._status,
             error=self._failure and summary.printable(self._failure),
-            prefill_node=turn.prefill_node,
-            decode_node=self._node or turn.decode_node,
+            **self._where(),
             request_bytes=self.size,
             response_bytes=self._received,
             prompt=facts.prefill.prompt,

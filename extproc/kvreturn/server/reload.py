@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from kvreturn.config import ConfigError, Settings
+from kvreturn.server.freshness import ENVOY, moves
 from kvreturn.server.world import World
 
 log = logging.getLogger("kvreturn")
@@ -66,14 +67,12 @@ class Reloader:
         world: the router's.
         load: reads the settings of all workers.
         settings: the ones that it read last.
-        worker: which worker this is.
     """
 
-    def __init__(self, world: World, load: Callable[[], Settings], settings: Settings, worker: int = 0) -> None:
+    def __init__(self, world: World, load: Callable[[], Settings], settings: Settings) -> None:
         self._world = world
         self._load = load
         self._settings = settings
-        self._worker = worker
         world.metrics.configured.set(time.time())
 
     def reload(self) -> None:
@@ -87,17 +86,23 @@ class Reloader:
             merged = _keep(self._settings, wanted, held)
         except ConfigError as e:
             self._world.metrics.reloads.labels("refused").inc()
+            self._world.freshness.refused = str(e)
             log.error("the settings stay as they were: %s", e)  # noqa: TRY400 - the operator's mistake, not ours
             return
         changed = list(_differences(self._settings, merged))
+        moved = moves(self._settings, merged)
+        self._world.freshness.refused, self._world.freshness.held = None, held
         if held:
             log.warning("needs a restart: %s", ", ".join(held))
         if changed:
-            self._world.apply(merged.worker(self._worker))
+            self._world.apply(merged.worker(self._world.worker))
             self._settings = merged
         self._world.metrics.reloads.labels("in_part" if held else "applied" if changed else "unchanged").inc()
         self._world.metrics.configured.set(time.time())
-        log.info("settings reloaded; changed: %s", ", ".join(changed) or "nothing")
+        nodes = f"; {moved}" if moved else ""
+        log.info("settings reloaded; changed: %s%s", ", ".join(changed) or "nothing", nodes)
+        if moved and self._world.freshness.unknown_to_envoy():
+            log.warning(ENVOY)
 
     async def watch(self, path: Path, interval: float = _INTERVAL) -> None:
         """Reload whenever the file holds something else than before, for ever.
@@ -113,12 +118,20 @@ class Reloader:
         while True:
             await asyncio.sleep(interval)
             before, stat = stat, _stat(path)
+            self._look(path, gone=stat is None and before is None)
             if stat is None or stat != before:
                 continue  # it is being replaced
             now = _text(path)
             if now is not None and now != text:
                 text = now
                 self.reload()
+
+    def _look(self, path: Path, *, gone: bool) -> None:
+        """Say once that the file is not there. It may be so for a moment while it is replaced."""
+        freshness = self._world.freshness
+        if gone and not freshness.missing:
+            log.warning("%s is not there any more: the settings stay as they are", path)
+        freshness.missing = path if gone else None
 
 
 def _differences(old: BaseModel, new: BaseModel, prefix: str = "") -> Iterator[str]:

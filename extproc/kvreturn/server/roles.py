@@ -229,13 +229,21 @@ class DecodeExchange(_LegExchange):
         return changes
 
 
-class PrefillRecord(TurnRecord):
-    """The turn up to P's answer: what is behind that is seen where its D leg passes."""
+class _LegRecord(TurnRecord):
+    """Of a turn, one leg is seen."""
 
     def body(self, data: bytes) -> None:
-        """See `TurnRecord.body`: what P answers is not for the client."""
+        """See `TurnRecord.body`: P answers no client, and D's leg does not tell when the turn began."""
         self._received += len(data)
         self._moved = self._world.clock()
+
+    def _name(self, world: World, headers: Mapping[str, str]) -> str:
+        del world  # the orchestrator's goes on to the node
+        return summary.printable(headers.get("x-request-id", ""))
+
+
+class PrefillRecord(_LegRecord):
+    """The turn up to P's answer: what is behind that is seen where its D leg passes."""
 
     @property
     def _answered(self) -> bool:
@@ -246,13 +254,8 @@ class PrefillRecord(TurnRecord):
         self._world.metrics.added_seconds.labels("request").observe(self._added["request"])
 
 
-class DecodeRecord(TurnRecord):
+class DecodeRecord(_LegRecord):
     """The turn's outcome is counted where its P leg passes; here, what it leaves."""
-
-    def body(self, data: bytes) -> None:
-        """See `TurnRecord.body`: when the turn began is not known here."""
-        self._received += len(data)
-        self._moved = self._world.clock()
 
     def close(self) -> None:
         """See `TurnRecord.close`."""
@@ -268,6 +271,8 @@ class DecodeRecord(TurnRecord):
             "status": self._status,
             "captured": facts.captured,
             "session": facts.session,
+            "decode_node": self._node,
+            "request": self.request or None,
             "error": summary.printable(error) if error else None,
         }
         told |= summary.ids(self.trace.context)

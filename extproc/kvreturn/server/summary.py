@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 from opentelemetry.trace import SpanContext
 from opentelemetry.util.types import AttributeValue
@@ -12,6 +13,15 @@ from kvreturn.core.turn import Turn
 from kvreturn.telemetry import genai
 
 Field = str | int | float | bool | None
+
+
+class Where(TypedDict):
+    """What finds a turn in the logs of Envoy and of the nodes."""
+
+    prefill_node: str | None
+    decode_node: str | None
+    request: str | None
+
 
 # What is wrong with a deployment more often than with a turn.
 _HINTS = {
@@ -100,7 +110,7 @@ def attributes(turn: Turn, times: Times, *, answered: bool) -> dict[str, Attribu
     )
 
 
-def fields(turn: Turn, times: Times, status: int | None, error: str | None, context: SpanContext) -> dict[str, Field]:
+def fields(turn: Turn, times: Times, status: int | None, error: str | None, where: Where) -> dict[str, Field]:
     """What a line of the log tells of a turn: flat, the same names in each form of log.
 
     Args:
@@ -108,10 +118,10 @@ def fields(turn: Turn, times: Times, status: int | None, error: str | None, cont
         times: of it.
         status: what the client got, None if nothing.
         error: code or type of an error.
-        context: of the turn's span.
+        where: it was.
     """
     facts = turn.facts
-    told: dict[str, Field] = {
+    return {
         "outcome": facts.outcome.value,
         "detail": facts.detail if facts.detail != facts.outcome else None,
         "api": turn.api.name,
@@ -132,9 +142,11 @@ def fields(turn: Turn, times: Times, status: int | None, error: str | None, cont
         "captured": facts.captured,
         "return": facts.going,
         "session": facts.session,
+        "prefill_node": where["prefill_node"],
+        "decode_node": where["decode_node"],
+        "request": where["request"],
         "error": printable(error) if error else None,
     }
-    return told | ids(context)
 
 
 def ids(context: SpanContext) -> dict[str, Field]:

@@ -96,7 +96,8 @@ class Supervisor:
                 return
             # Refused now: the settings are not what they were, and the others go on with those that they have.
             delay = _BACKOFF[-1 if code == REFUSED else min(deaths, len(_BACKOFF) - 1)]
-            log.error("worker %d (pid %d) %s; it is started again in %g s", index, process.pid, _how(code), delay)
+            again = f"it is started again in {delay:g} s, and knows of no drained nodes then"
+            log.error("worker %d (pid %d) %s; %s", index, process.pid, _how(code), again)
             await _unless(self._stopping, delay)
 
     async def _start(self, index: int) -> asyncio.subprocess.Process:

@@ -145,10 +145,10 @@ def _by(families: Any, label: str) -> dict[str, int]:  # noqa: ANN401 - the clie
 
 def trouble(world: World) -> list[str]:
     """What somebody should look at, in words."""
-    found = []
+    found = world.freshness.trouble()
     for kind, pool in (("prefill", world.prefill), ("decode", world.decode)):
         nodes = pool.snapshot()
-        away = [f"{n.address} ({n.state})" for n in nodes if n.state != "up"]
+        away = [f"{n.address} ({n.state})" for n in nodes if n.state in {"out", "probing"}]
         if away:
             found.append(f"{len(away)} of {len(nodes)} {kind} nodes are not in use: {', '.join(away[:5])}")
     if world.guard.is_open:
@@ -168,11 +168,24 @@ def trouble(world: World) -> list[str]:
     return found + world.warnings
 
 
+def notes(world: World) -> list[str]:
+    """What is as somebody wanted it, and good to know, in words."""
+    found = []
+    for kind, pool in (("prefill", world.prefill), ("decode", world.decode)):
+        draining = [n.address for n in pool.snapshot() if n.state == "draining"]
+        if draining:
+            found.append(f"{kind} nodes that drain: {', '.join(draining)}")
+    return found
+
+
 async def state(world: World) -> JSON:
     """All that changes."""
     return {
         "version": __version__,
+        "worker": world.worker,
+        "workers": world.settings.workers,
         "trouble": trouble(world),
+        "notes": notes(world),
         "reuse": reuse(world),
         "turns": turns(world),
         "pools": pools(world),

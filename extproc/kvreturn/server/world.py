@@ -20,6 +20,7 @@ from kvreturn.core.turn import Turn
 from kvreturn.server.admission import Admission
 from kvreturn.server.board import Board
 from kvreturn.server.freeing import Freeing
+from kvreturn.server.freshness import Freshness
 from kvreturn.server.lifecycle import Lifecycle
 from kvreturn.server.policies import policy_for
 from kvreturn.server.quota import Quota
@@ -67,6 +68,7 @@ class World:
         quota: how much of it is whose.
         admission: counts live turns.
         tasks: store calls that no answer waits for.
+        worker: which of `settings.workers` this process is, from 0.
     """
 
     settings: Settings
@@ -92,6 +94,8 @@ class World:
     freeing: Freeing = field(init=False)
     lifecycle: Lifecycle = field(init=False)
     board: Board = field(init=False)
+    freshness: Freshness = field(init=False)
+    worker: int = 0
     _said: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -100,6 +104,8 @@ class World:
         self.freeing = Freeing(self)
         self.lifecycle = Lifecycle(self)
         self.board = Board(self.clock)
+        self.freshness = Freshness(self.settings, self.settings)
+        self.freshness.tell(self.metrics)
         self.quota = Quota(self.settings.limits.sessions_per_tenant, self.clock)
         self.admission = Admission(self.settings.limits)
         self.pressure.told = self._felt
@@ -179,7 +185,7 @@ class World:
         All at once: there is no await in it. Settings that `kvreturn.server.reload` does not name as live must be the
         same as before.
         """
-        self.settings = settings
+        self.settings = self.freshness.now = settings
         self.nodes.apply(settings)
         self._watch()
         self.judge.apply(settings.breaker)
@@ -208,9 +214,9 @@ class World:
             self._said.add(text)
             log.warning(text)
 
-    async def take(self, keys: Sequence[bytes]) -> Taken:
-        """Take from the store, within its deadline."""
-        taken = await self.guard.take(keys)
+    async def take(self, keys: Sequence[bytes], *, hurry: bool = True) -> Taken:
+        """Take from the store, within its deadline; without `hurry` no turn waits for it."""
+        taken = await self.guard.take(keys, hurry=hurry)
         self.took(taken)
         return taken
 

@@ -1,5 +1,6 @@
 """The session store that the settings ask for."""
 
+import importlib
 import time
 from collections.abc import Callable
 
@@ -36,6 +37,17 @@ def open_store(settings: Settings, metrics: Metrics, clock: Callable[[], float])
         max_record_bytes=own.max_record_bytes,
         clock=time.time,
     )
+
+
+def check_installed(settings: Settings) -> None:
+    """See that the client of the store is there, before anything is started.
+
+    Raises:
+        ModuleNotFoundError: as for `open_store`.
+    """
+    if settings.store.url:
+        for module in ("client", "codec"):
+            importlib.import_module(f"kvreturn.store.{module}")
 
 
 def _memory(settings: Settings, metrics: Metrics, clock: Callable[[], float]) -> MemoryStore:

@@ -15,6 +15,7 @@ from kvreturn.telemetry.metrics import Metrics
 log = logging.getLogger("kvreturn")
 T = TypeVar("T")
 _MOST = 0.8
+_PATIENCE = 2.0  # seconds for calls that no turn waits for
 _HINTS = {
     "auth": "check user, password and permissions of `store.url`",
     "busy": "more turns at once than this process, or `store.pool_size`, can serve within `store.deadline`",
@@ -69,9 +70,9 @@ class Guard:
             await asyncio.wait([self._probing])
         await self._store.aclose()
 
-    async def take(self, keys: Sequence[bytes]) -> Taken:
-        """Take from the store."""
-        taken = await self._call("take", lambda: self._store.take(keys))
+    async def take(self, keys: Sequence[bytes], *, hurry: bool = True) -> Taken:
+        """Take from the store. Without `hurry` no turn waits for it, and it has more time."""
+        taken = await self._call("take", lambda: self._store.take(keys), hurry=hurry)
         return taken or Taken(None, Outcome.STORE_UNAVAILABLE)
 
     async def put(self, put: Put) -> bytes | None:
@@ -83,21 +84,23 @@ class Guard:
         return bool(await self._call("replace", lambda: self._store.replace(ticket, record)))
 
     async def end(self, conversation: bytes) -> Sequence[Taken]:
-        """Take all records of a conversation.
+        """Take all records of a conversation, with more time than turns have.
 
         Raises:
             StoreError: the store failed; why has been told.
         """
-        taken = await self._call("end", lambda: self._store.end(conversation))
+        taken = await self._call("end", lambda: self._store.end(conversation), hurry=False)
         if taken is None:
             raise StoreError("unavailable")
         return taken
 
-    async def _call(self, operation: str, call: Callable[[], Awaitable[T]]) -> T | None:
+    async def _call(self, operation: str, call: Callable[[], Awaitable[T]], *, hurry: bool = True) -> T | None:
         if self.is_open:
             self._metrics.store_errors.labels(operation, "breaker_open").inc()
             return None
         clock, deadline = asyncio.get_running_loop().time, self._settings.deadline
+        if not hurry:
+            deadline = max(deadline, _PATIENCE)
         begun, entered = clock(), math.inf
         try:
             async with asyncio.timeout(deadline), self._slots:

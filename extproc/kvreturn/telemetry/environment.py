@@ -80,7 +80,9 @@ def milliseconds(name: str, environ: Mapping[str, str], default: float) -> float
 
 def missing(error: ImportError) -> TelemetryError:
     """OTLP is asked for, and its exporters are not installed."""
-    return TelemetryError(f"OTLP needs its exporters: pip install '.[otlp]' ({error.name} is missing)")
+    return TelemetryError(
+        f"OTLP needs its exporters: run pip install '.[otlp]' in kvreturn's source folder ({error.name} is missing)"
+    )
 
 
 def metrics_export(instruments: Instruments, environ: Mapping[str, str]) -> "MetricsExport | None":

@@ -247,7 +247,8 @@ class Pool:
             return False
         before, node.drained = node.draining, drained
         if before != node.draining:
-            log.info("%s node %s %s", self.kind, address, "drains" if drained else "drains no longer")
+            what = "drains until this process restarts or is told otherwise" if drained else "drains no longer"
+            log.info("%s node %s %s", self.kind, address, what)
             self._tell()
         return True
 

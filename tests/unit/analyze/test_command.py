@@ -111,7 +111,7 @@ def test_without_matplotlib_it_says_what_to_install_before_it_reads(monkeypatch:
     monkeypatch.delattr("kvreturn.analyze.plots", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     ran = run("--plot", "x.png", rows=GOOD)
-    assert (ran.exit_code, "pip install 'kvreturn[demo]'" in ran.stderr) == (1, True)
+    assert (ran.exit_code, "pip install '.[demo]'" in ran.stderr) == (1, True)
     assert run(rows=GOOD).exit_code == 0
 
 

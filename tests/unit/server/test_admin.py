@@ -60,6 +60,7 @@ async def test_a_turn_is_seen_from_its_first_byte_to_its_last() -> None:
     clock.now += 2.5
     (live,) = (await section(router, "turns"))["live"]
     body = chat("Hi")
+    assert envoy.upstream.headers
     assert live | {"tenant": "", "session": ""} == {
         "phase": "decode",
         "age": 2.5,
@@ -74,6 +75,7 @@ async def test_a_turn_is_seen_from_its_first_byte_to_its_last() -> None:
         "error": None,
         "prefill_node": "10.0.0.1:8100",
         "decode_node": None,
+        "request": envoy.upstream.headers["x-request-id"],
         "request_bytes": len(body),
         "response_bytes": 0,
         "prompt": 114,
@@ -167,6 +169,31 @@ async def test_what_needs_a_look() -> None:
     assert (store["not_told"], store["breaker_open"], store["records"]) == ("breaker_open", True, None)
     assert "Needs a look" in await html(router)
     await router.world.guard.aclose()
+
+
+async def test_what_an_operator_wanted_is_no_trouble() -> None:
+    router = harness()
+    router.world.decode.drain(DECODE)
+    state = await section(router, "state")
+    assert (state["trouble"], state["notes"]) == ([], [f"decode nodes that drain: {DECODE}"])
+    told = await html(router)
+    assert f"<h2>Note</h2><ul><li>decode nodes that drain: {DECODE}</li></ul>" in told
+    assert "Needs a look" not in told
+    assert "broken" not in told.partition("<h2>Nodes</h2>")[2].partition("</section>")[0]
+
+
+async def test_the_page_says_which_worker_it_is_of() -> None:
+    router = harness(workers=3, store={"url": "redis://localhost:1"}, secret="a secret of these tests")
+    router.world.worker = 2
+    assert "worker 2 (0 to 2)" in await html(router)
+    assert "worker 0 (" not in await html(harness())
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.0, ""), (0.6, ""), (2.34, "about 2.3 s"), (1234.5, "about 1,234 s")])
+async def test_time_saved_is_told_where_it_is_known(seconds: float, told: str) -> None:
+    router = harness()
+    router.world.metrics.saved_seconds.inc(seconds)
+    assert re.findall(r"about [\d,.]+ s", await html(router)) == ([told] if told else [])
 
 
 SECRETS = (

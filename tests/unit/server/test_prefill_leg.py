@@ -254,6 +254,7 @@ async def test_credentials_and_trace_go_along_and_nothing_else_of_the_client() -
         for seen in node.seen:
             headers = dict(seen.headers)
             ids.append(headers.pop("x-request-id"))
+            assert ids[-1].endswith(f"-p{len(ids)}")  # asked again
             for name in ("authorization", "x-api-key", "traceparent", "tracestate"):
                 assert headers.pop(name) == sent[name]
             assert headers.pop("content-type") == "application/json"

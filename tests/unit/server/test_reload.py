@@ -17,6 +17,7 @@ from kvreturn.config import Settings
 from kvreturn.config_file import load_settings
 from kvreturn.core.choice import Pressure
 from kvreturn.core.handle import read_handle
+from kvreturn.server import view
 from kvreturn.server.reload import Reloader
 from support.extproc import Request, Response, body_message, request_headers
 from support.harness import DECODE, Harness, harness, settings
@@ -111,6 +112,30 @@ async def test_nodes_come_and_go(file: File) -> None:
     assert file.router.outcomes() == {"first_turn": 1, "node_gone": 1}
 
 
+async def test_nodes_that_envoy_is_not_told_of_are_trouble_until_they_have_gone(
+    file: File, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = file.plain["pools"]
+    file.reload(pools={"prefill": before["prefill"], "decode": [D2]})
+    assert f"settings reloaded; changed: pools; decode: +{D2} -{DECODE}" in caplog.text
+    (told,) = view.trouble(file.router.world)
+    assert told.startswith("Envoy does not know that nodes came or went: give it a new bootstrap")
+    assert told.endswith(f"(decode: +{D2} -{DECODE})")
+    assert "WARNING  kvreturn:reload.py" in caplog.text
+    assert file.router.metric("config_envoy_outdated") == 1
+    file.reload(pools=before)
+    assert view.trouble(file.router.world) == []
+    assert file.router.metric("config_envoy_outdated") == 0
+
+
+async def test_envoy_is_told_of_nodes_by_the_router(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = File(tmp_path / "kvreturn.yaml", envoy={"endpoints": "router"})
+    file.reload(pools={"prefill": [P1], "decode": [DECODE, D2]})
+    assert f"decode: +{D2}" in caplog.text
+    assert view.trouble(file.router.world) == []
+    assert file.router.metric("config_envoy_outdated") == 0
+
+
 async def test_limits(file: File) -> None:
     file.reload(limits={"live_turns": 1})
     envoys = [file.router.envoy() for _ in range(2)]
@@ -170,15 +195,21 @@ RESTART = [
 async def test_what_needs_a_restart_is_named_and_the_rest_is_applied(
     changes: dict[str, Any], named: str, file: File, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = file.load()
+    before, text = file.load(), file.path.read_text()
     file.reload(proof="off", **changes)
     assert f"needs a restart: {named}\n" in caplog.text
     assert "settings reloaded; changed: proof\n" in caplog.text
     assert file.router.world.settings == before.model_copy(update={"proof": "off"})
     assert file.results() == {"in_part": 1}
+    assert view.trouble(file.router.world) == [f"these settings wait for a restart: {named}"]
+    assert file.router.metric("config_restart_needed") == 1
     assert not re.search("an0ther|pass-word", caplog.text)
     file.reload(proof="connector")
     assert caplog.text.count(f"needs a restart: {named}\n") == 2  # until it is restarted
+    file.path.write_text(text)
+    file.reloader.reload()
+    assert view.trouble(file.router.world) == []
+    assert file.router.metric("config_restart_needed") == 0
 
 
 async def test_what_does_not_fit_what_must_stay_is_refused_as_a_whole(
@@ -204,11 +235,15 @@ async def test_a_bad_file_is_refused_with_its_line_and_the_old_one_stays(
     good = file.path.read_text()
     for text, problem in [
         ("returns: {wiat: 1}\n", f"{line}: returns.wiat: unknown setting; did you mean `wait`?"),
-        ("proof: [\n", " not YAML: "),
+        ("proof: [\n", f"{line + 1}: not YAML: did not find expected node content"),
     ]:
         file.path.write_text(good + text)
         file.reloader.reload()
         assert f"the settings stay as they were: {file.path}:{problem}" in caplog.text
+        assert view.trouble(file.router.world) == [
+            f"the changed settings are wrong, and the old ones are in use: {file.path}:{problem}"
+        ]
+        assert file.router.metric("config_refused") == 1
     file.path.unlink()
     file.reloader.reload()
     assert f"{file.path}: No such file or directory" in caplog.text
@@ -218,6 +253,8 @@ async def test_a_bad_file_is_refused_with_its_line_and_the_old_one_stays(
     file.path.write_text(good)
     file.reloader.reload()
     assert file.results() == {"refused": 3, "unchanged": 1}
+    assert view.trouble(file.router.world) == []
+    assert file.router.metric("config_refused") == 0
     assert "Traceback" not in caplog.text
 
 
@@ -242,7 +279,7 @@ async def settled(file: File, **results: int) -> None:
     assert file.results() == results
 
 
-async def test_a_file_is_reloaded_when_its_content_changes(file: File) -> None:
+async def test_a_file_is_reloaded_when_its_content_changes(file: File, caplog: pytest.LogCaptureFixture) -> None:
     async with watched(file, file.path):
         os.utime(file.path)  # touched, and the same
         await settled(file)
@@ -254,8 +291,13 @@ async def test_a_file_is_reloaded_when_its_content_changes(file: File) -> None:
         await settled(file, applied=2)
         file.path.unlink()
         await settled(file, applied=2)
+        gone = f"{file.path} is not there"
+        assert caplog.text.count(gone) == 1
+        assert view.trouble(file.router.world) == [f"{gone}: the settings stay as they are"]
+        assert file.router.metric("config_refused") == 1
         file.write(proof="nonsense")
         await settled(file, applied=2, refused=1)
+        assert not any(gone in told for told in view.trouble(file.router.world))
         file.write(proof="off")
         await settled(file, applied=3, refused=1)
 

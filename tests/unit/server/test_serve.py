@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import signal
 import socket
 import time
@@ -145,7 +146,7 @@ async def refused(config: Path, *options: str) -> tuple[int, str]:
 
 POOLS = "pools: {prefill: ['10.0.0.1:8100'], decode: ['10.0.0.2:8200']}\n"
 BAD = [
-    ("not YAML", "pools: [", "kvreturn.yaml: not YAML"),
+    ("not YAML", "pools: [", "kvreturn.yaml:2: not YAML: "),
     ("a list", "[]", "the file must hold one mapping"),
     ("empty", "", "the file must hold one mapping"),
     ("no pools", "listen: 127.0.0.1:9090\n", "kvreturn.yaml:1: pools: Field required"),
@@ -176,6 +177,16 @@ def test_a_bad_configuration_is_told_by_line_and_ends_the_program(text: str, mes
     assert isinstance(result.exception, SystemExit)
     assert result.stderr.startswith("Error: ")
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_where_log_lines_are_json_so_is_the_last_one(command: str, tmp_path: Path) -> None:
+    path = write(tmp_path, POOLS + "proof: maybe\nlissten: a:1\n")
+    result = CliRunner().invoke(main, [command, "--config", str(path), "--log-format", "json"])
+    assert result.exit_code == 1
+    told = json.loads(result.stderr)
+    assert (told["level"], told["logger"]) == ("critical", "kvreturn")
+    assert re.fullmatch(f"{path}:2: proof: .*\n{path}:3: lissten: unknown setting.*", told["message"])
 
 
 async def test_a_missing_file_is_told(tmp_path: Path) -> None:

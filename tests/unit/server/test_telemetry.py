@@ -46,6 +46,9 @@ NAMES = {
     "kvreturn_event_loop_lag_seconds",
     "kvreturn_frees_total",
     "kvreturn_handle_age_seconds",
+    "kvreturn_config_envoy_outdated",
+    "kvreturn_config_refused",
+    "kvreturn_config_restart_needed",
     "kvreturn_config_last_success_timestamp_seconds",
     "kvreturn_config_reloads_total",
     "kvreturn_handles_captured_total",
@@ -304,18 +307,24 @@ async def test_one_line_for_each_turn(caplog: pytest.LogCaptureFixture) -> None:
     await envoy.finish()
     await router.play(Request(pieces=[b"{}"]), END)
     await router.play(Request("/v1/models", method="GET"), END)
-    first, second, refused = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
+    assert envoy.upstream.headers
+    assert f" request={envoy.upstream.headers['x-request-id']}" in lines[1]
+    first, second, refused = (re.sub("request=[0-9a-f]{32}", "request=ID", line) for line in lines)
     assert first == (
         "outcome=first_turn api=chat model=m status=200 prompt=114 read=- local=0 returned=- prefill_ms=125.0 "
-        "first_token_ms=125.0 total_ms=125.0 retries=0 fallback=False captured=True return=- session=-"
+        "first_token_ms=125.0 total_ms=125.0 retries=0 fallback=False captured=True return=- session=- "
+        f"prefill_node=10.0.0.1:8100 decode_node={DECODE} request=ID"
     )
     assert second == (
         "outcome=hit api=chat model=m status=200 prompt=114 read=160 local=0 returned=- prefill_ms=125.0 "
-        "first_token_ms=375.0 total_ms=375.0 retries=0 fallback=False captured=True return=- session=-"
+        "first_token_ms=375.0 total_ms=375.0 retries=0 fallback=False captured=True return=- session=- "
+        f"prefill_node=10.0.0.1:8100 decode_node={DECODE} request=ID"
     )
     assert refused == (
         "outcome=rejected api=chat model=- status=400 prompt=- read=- local=- returned=- prefill_ms=0.0 "
-        "first_token_ms=- total_ms=0.0 retries=0 fallback=False captured=False return=- session=- error=400"
+        "first_token_ms=- total_ms=0.0 retries=0 fallback=False captured=False return=- session=- "
+        "prefill_node=- decode_node=- request=ID error=400"
     )
 
 
@@ -326,12 +335,12 @@ async def test_a_log_line_stays_one_line(caplog: pytest.LogCaptureFixture) -> No
     (line,) = [r.getMessage() for r in caplog.records if r.name == "kvreturn.turn"]
     assert "\n" not in line
     assert "model=m?turn?outcome=hit?xxx" in line
-    assert len(line) < 300
+    assert len(line) < 400
 
 
 SECRETS = (
     *("engine-of-d", "engine-of-p", "chatcmpl-d", "chatcmpl-p"),  # handles
-    *("10.0.0.1", "10.0.0.2", "127.0.0.1"),  # nodes
+    *("10.0.0.1", "10.0.0.2", "127.0.0.1"),  # nodes, but for the members of a turn's line that are made for them
     *("evil", "planted", "Good morning", "s3cr3t"),  # what clients and models say
 )
 
@@ -369,6 +378,7 @@ async def test_nothing_that_is_nobodys_business_is_told(caplog: pytest.LogCaptur
     async with node, live(node) as router:
         await converse(router)
         told = caplog.text + router.world.metrics.expose().decode()
+    told = re.sub(r" (prefill|decode)_node=\S+", "", told)
     # A model's name is told once a node has answered to it; `_created` samples are times, which hold any digits.
     shown = re.compile(r"planted\?model|model=\"planted model\"|^kvreturn_\w+_created")
     lines = [line for line in told.splitlines() if not shown.search(line)]

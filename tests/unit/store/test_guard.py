@@ -138,6 +138,21 @@ async def test_a_slow_store_costs_its_deadline(setup: Setup) -> None:
     assert setup.errors("take", "timeout") == 1
 
 
+async def test_what_no_turn_waits_for_has_more_time_than_a_turn(setup: Setup) -> None:
+    setup.store.seconds = 0.1
+    assert await setup.guard.end(b"conversation") == [Taken(handle())]
+    assert await setup.guard.take([A], hurry=False) == Taken(handle())
+    assert await setup.guard.take([A]) == COLD
+
+
+async def test_that_ends_too(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvreturn.store.guard._PATIENCE", 0.05)
+    setup.store.seconds = 60
+    with pytest.raises(StoreError):
+        await setup.guard.end(b"conversation")
+    assert setup.errors("end", "timeout") == 1
+
+
 async def test_failures_in_a_row_open_the_breaker_until_the_store_answers(setup: Setup) -> None:
     setup.store.error, setup.store.away = DOWN, True
     for _ in range(3):
