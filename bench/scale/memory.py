@@ -2,7 +2,7 @@
 
 The simulator's `BlockPool` keeps blocks; here a conversation is one number, how many of its first tokens are there.
 That is the same as long as conversations only grow and share nothing but one system prompt, which is taken to be there
-always: vLLM evicts what was released least recently, and of one sequence its end first.
+since the first of them: vLLM evicts what was released least recently, and of one sequence its end first.
 """
 
 from collections import OrderedDict, deque
@@ -33,6 +33,7 @@ class Memory:
         self._block = block
         self._caching = caching
         self.held = 0
+        self._warm = False
         self._cache: OrderedDict[int, int] = OrderedDict()
         self._cached = 0
         self._line: deque[tuple[int, int, int, Process]] = deque()
@@ -80,6 +81,7 @@ class Memory:
         own = self.own(tokens)
         self.held -= own
         if self._caching:
+            self._warm = True
             full = own - own % self._block
             known = self._cache.pop(conversation, 0)
             self._cache[conversation] = max(full, known)
@@ -94,7 +96,7 @@ class Memory:
         self._cached -= known
         self.held += own
         self._evict()
-        return min(known + self._shared, (prompt - 1) // self._block * self._block)
+        return min(known + self._shared * self._warm, (prompt - 1) // self._block * self._block)
 
     def _evict(self) -> None:
         over = self.held + self._cached - self.capacity

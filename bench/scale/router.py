@@ -59,9 +59,10 @@ def choose_node(nodes: Sequence[N], prefer: N | None, slack: int, order: "iterto
         slack: how much busier than the idlest one that may be.
         order: counts choices.
     """
-    least = min(node.load for node in nodes)
-    if prefer is None or prefer.load > least + slack:
-        prefer = min((node for node in nodes if node.load == least), key=lambda node: node.chosen)
+    if prefer is None or prefer.load > slack:  # none has less than nothing to do
+        least = min([node.load for node in nodes])
+        if prefer is None or prefer.load > least + slack:
+            prefer = min([node for node in nodes if node.load == least], key=lambda node: node.chosen)
     prefer.chosen = next(order)
     return prefer
 

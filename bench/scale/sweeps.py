@@ -11,7 +11,7 @@ from scale.workload import Arrivals, Habits, Spread, Workload, habits
 
 _WARM_UP = 0.35  # of a run, which is not counted: longer than the default TTL
 _REST = 60.0  # seconds in which those are answered that have asked before the end
-_PAIRS = 4
+_PAIRS = 2
 _RATE = 0.5  # conversations per second and pair: P computes for half of the time without read-back
 _MEMORIES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 _LINKS = (1.0, 1 / 4, 1 / 10, 1 / 25, 1 / 100)
@@ -61,7 +61,7 @@ def sweeps(size: float = 1.0, seed: int = 0) -> dict[str, Sweep]:
     """All of them.
 
     Args:
-        size: of the runs: 1 is 1,600 conversations for each pair, 102,400 for 64 pairs, and half as many for 4 pairs.
+        size: of the runs: 1 is 1,600 conversations for each pair, 102,400 for 64 pairs, and half as many for 2 pairs.
         seed: of everything.
     """
     rates, agent = fitted(), habits("agent")
