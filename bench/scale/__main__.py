@@ -93,18 +93,10 @@ def _recorded(trace: Path | None, agents: Path | None, seed: int) -> Sweep:
     points = []
     if trace:
         requests = traces.mooncake(trace)
-        for speed in (1.0, 2.0):
-            seconds = requests[-1].when / speed
-            on = Deployment(fitted(), pairs=1, shared=512)
-            points.append(
-                Point(
-                    f"Mooncake's hour, arrivals x{speed:g}, one pair",
-                    speed,
-                    on,
-                    traces.recorded(requests, speed),
-                    seconds,
-                )
-            )
+        workload, seconds = traces.recorded(requests), requests[-1].when
+        for pairs in (2, 4):
+            on = Deployment(fitted(), pairs, shared=512)
+            points.append(Point(f"Mooncake's hour, {pairs} pairs", pairs, on, workload, seconds))
     if agents:
         agent = traces.as_observed(habits("agent"), traces.histories(agents))
         rate, conversations = 0.5, 1_600

@@ -12,7 +12,7 @@ from scale.workload import Arrivals, Habits, Spread, Workload, habits
 _WARM_UP = 0.35  # of a run, which is not counted: longer than the default TTL
 _REST = 60.0  # seconds in which those are answered that have asked before the end
 _PAIRS = 2
-_RATE = 0.5  # conversations per second and pair: P computes for half of the time without read-back
+_RATE = 0.5  # conversations per second and pair: P computes for 40 % of the time without read-back
 _MEMORIES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 _LINKS = (1.0, 1 / 4, 1 / 10, 1 / 25, 1 / 100)
 
@@ -108,8 +108,8 @@ def sweeps(size: float = 1.0, seed: int = 0) -> dict[str, Sweep]:
         "answers": along(
             "Length of answers",
             "median tokens of an answer that calls a tool",
-            lambda n: point(f"{n:g}", n, rate=0.3, kind=replace(agent, call=Spread(n, 0.33, 4 * n))),
-            (90, 300, 1_000, 3_000),
+            lambda n: point(f"{n:g}", n, rate=0.2, kind=replace(agent, call=Spread(n, 0.33, 4 * n))),
+            (30, 90, 300, 1_000, 2_000),
         ),
         "link": along("Link between P and D", "GB/s", link, _LINKS),
         "regimes": Sweep("Regimes", "", tuple(_regimes(point, agent))),
@@ -125,9 +125,9 @@ def _regimes(point: Callable[..., Point], agent: Habits) -> list[Point]:
     single = replace(chat, goes_on=0.0)
     return [
         point("agents", 0),
-        point("agents, P's cache a sixteenth", 1, prefill_room=small),
-        point("agents that think aloud (1,500 tokens a call)", 2, rate=0.25, kind=wordy),
-        point("the same, P's cache a sixteenth", 3, rate=0.25, kind=wordy, prefill_room=small),
+        point("agents, P's cache a sixteenth", 1, rate=0.2, prefill_room=small),
+        point("agents that think aloud (1,500 tokens a call)", 2, rate=0.2, kind=wordy),
+        point("the same, P's cache a sixteenth", 3, rate=0.1, kind=wordy, prefill_room=small),
         point("chats with people", 4, rate=1.5, kind=chat),
         point("single turns", 5, rate=2.0, kind=single),
         point("short prompts (1k, tools answer 40 tokens)", 6, kind=short),

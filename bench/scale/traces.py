@@ -60,7 +60,7 @@ def gap(before: Request, after: Request) -> float:
     return max(after.when - before.when - before.output / _STREAM, 0.0)
 
 
-def recorded(requests: Sequence[Request], speed: float = 1.0) -> Recorded:
+def recorded(requests: Sequence[Request]) -> Recorded:
     """The trace as a workload."""
     conversations: dict[int, tuple[float, list[Turn]]] = {}
     first: dict[int, int] = {}
@@ -73,7 +73,7 @@ def recorded(requests: Sequence[Request], speed: float = 1.0) -> Recorded:
             first[number] = first[request.before]
             new = request.prompt - before.prompt - before.output
             conversations[first[number]][1].append(Turn(new, request.output, gap(before, request), "stop"))
-    return Recorded(list(conversations.values()), speed)
+    return Recorded(list(conversations.values()))
 
 
 @dataclass(frozen=True, slots=True)

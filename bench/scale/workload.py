@@ -149,17 +149,15 @@ class Recorded:
 
     Attributes:
         conversations: seconds at which each began, and its turns.
-        speed: how many times as fast they are played, their pauses as they were.
     """
 
     conversations: list[tuple[float, list[Turn]]] = field(repr=False)
-    speed: float = 1.0
 
     def __iter__(self) -> Iterator[tuple[float, list[Turn]]]:
         """As `Arrivals`."""
         before = 0.0
         for begun, turns in self.conversations:
-            yield (begun - before) / self.speed, turns
+            yield begun - before, turns
             before = begun
 
 
