@@ -93,10 +93,10 @@ def _recorded(trace: Path | None, agents: Path | None, seed: int) -> Sweep:
     points = []
     if trace:
         requests = traces.mooncake(trace)
-        workload, seconds = traces.recorded(requests), requests[-1].when
+        hour, seconds = traces.recorded(requests), requests[-1].when
         for pairs in (2, 4):
             on = Deployment(fitted(), pairs, shared=512)
-            points.append(Point(f"Mooncake's hour, {pairs} pairs", pairs, on, workload, seconds))
+            points.append(Point(f"Mooncake's hour, {pairs} pairs", pairs, on, hour, seconds))
     if agents:
         agent = traces.as_observed(habits("agent"), traces.histories(agents))
         rate, conversations = 0.5, 1_600
