@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo engine test test-engine clients test-clients replay fuzz chaos soak lint format proto docs clean
+.PHONY: help demo engine test test-engine clients test-clients replay fuzz chaos soak scale lint format proto docs clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ chaos: $(STAMP)  ## Kill, restart and pause everything under 50 conversations, r
 
 soak: $(STAMP)  ## Conversations at half load for MINUTES (30): memory, descriptors and streams of the routers
 	@$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),30) $(ARGS)
+
+scale: $(STAMP)  ## Where read-back pays: a model of 1 to 64 P/D pairs (minutes; ARGS="--size 0.1" is shorter)
+	@$(BIN)/python bench/scale $(ARGS)
 
 lint: $(STAMP)  ## Formatting, lint, types
 	$(BIN)/ruff format --check .

@@ -38,6 +38,7 @@ class Turn:
         ended: seconds of the loop's time at which its answer was complete.
         message: the answer; None if the turn failed.
         failure: why, empty if it did not.
+        tokens: of its prompt and of its answer.
     """
 
     asked: float
@@ -45,6 +46,7 @@ class Turn:
     ended: float
     message: Message | None
     failure: str = ""
+    tokens: tuple[int, int] = (0, 0)
 
 
 Ask = Callable[[int, list[Message]], Awaitable[Turn]]

@@ -57,11 +57,12 @@ class Gateway:
         self._session = session
         self._decode = decode
 
-    async def ask(self, agent: int, messages: list[Message]) -> Turn:
-        """One turn, see `closed_loop.agents.Ask`."""
+    async def ask(self, agent: int, messages: list[Message], **members: object) -> Turn:
+        """One turn, see `closed_loop.agents.Ask`; `members` are further ones of the request."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        body = json.dumps({"model": "sim", "messages": messages, "tools": TOOLS, "stream": True}).encode()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        body = json.dumps({"model": "sim", "messages": messages, "tools": TOOLS, **options, **members}).encode()
         headers = {"content-type": "application/json", "authorization": f"Bearer agent-{agent}"}
         stream = LocalStream(self._service)
         envoy, first = _Envoy(stream, Modes()), None
@@ -79,4 +80,6 @@ class Gateway:
         told = Told(envoy.client.status, envoy.client.body, stream=True, whole=envoy.client.ended)
         message = told.answer(0).message if told.complete else None
         failure = "" if message else str(told.status) if told.status != 200 else "incomplete"  # noqa: PLR2004
-        return Turn(asked, (loop.time() if first is None else first) - asked, loop.time(), message, failure)
+        usages = [o["usage"] for o in told.objects if o.get("usage")] if message else []
+        tokens = (usages[-1]["prompt_tokens"], usages[-1]["completion_tokens"]) if usages else (0, 0)
+        return Turn(asked, (loop.time() if first is None else first) - asked, loop.time(), message, failure, tokens)

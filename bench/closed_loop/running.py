@@ -5,8 +5,9 @@ import contextlib
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -18,7 +19,7 @@ from closed_loop.scenarios import Phase, Scenario, Way
 from kvreturn.config import Settings
 from kvreturn.server.service import ExternalProcessor
 from kvreturn.server.world import World
-from kvreturn.sim import LocalFabric, SimNode
+from kvreturn.sim import LocalFabric, NodeConfig, SimNode
 
 _LOOK = 2.0  # seconds between two looks at D's pins and the choices
 
@@ -83,22 +84,8 @@ def play(scenario: Scenario, way: Way, seed: int) -> Run:
 
 
 async def _play(scenario: Scenario, way: Way, seed: int) -> Run:
-    clock, fabric = virtual.LoopClock(), LocalFabric()
-    p, d = (SimNode(config, clock, fabric) for config in scenario.nodes(way))
-    async with contextlib.AsyncExitStack() as stack:
-        addresses = []
-        for node in (p, d):
-            addresses.append((await node.start()).removeprefix("http://"))
-            stack.push_async_callback(node.stop)
-        world = World.create(Settings.model_validate(scenario.settings(way, *addresses)), clock=clock.now)
-        await stack.enter_async_context(world.client)
-        await stack.enter_async_context(world.pressure)
-        connector = aiohttp.TCPConnector(limit=0)
-        session = await stack.enter_async_context(
-            aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
-        )
-        gateway = Gateway(ExternalProcessor(world), session, addresses[1])
-        observer = _Observer(gateway, world, p, d)
+    async with deployed(scenario.nodes(way), partial(scenario.settings, way)) as deployment:
+        observer = _Observer(deployment)
         tasks = [
             asyncio.create_task(agent(number, seed, observer.ask, observer.active))
             for number in range(max(phase.agents for phase in scenario.phases))
@@ -109,17 +96,54 @@ async def _play(scenario: Scenario, way: Way, seed: int) -> Run:
             for task in tasks:
                 task.cancel()
             ends = await asyncio.gather(*tasks, return_exceptions=True)
-            await world.returns.drain(0.0)
+            await deployment.world.returns.drain(0.0)
             for end in ends:
                 if isinstance(end, Exception):  # an agent never ends by itself
                     raise end
 
 
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """One P, one D and a router, in virtual time."""
+
+    gateway: Gateway
+    world: World
+    prefill: SimNode
+    decode: SimNode
+
+
+@contextlib.asynccontextmanager
+async def deployed(
+    nodes: tuple[NodeConfig, NodeConfig], settings: Callable[[str, str], dict[str, Any]]
+) -> AsyncIterator[Deployed]:
+    """Run them.
+
+    Args:
+        nodes: P's and D's settings.
+        settings: gives the router's for the two addresses.
+    """
+    clock, fabric = virtual.LoopClock(), LocalFabric()
+    p, d = (SimNode(config, clock, fabric) for config in nodes)
+    async with contextlib.AsyncExitStack() as stack:
+        addresses = []
+        for node in (p, d):
+            addresses.append((await node.start()).removeprefix("http://"))
+            stack.push_async_callback(node.stop)
+        world = World.create(Settings.model_validate(settings(*addresses)), clock=clock.now)
+        await stack.enter_async_context(world.client)
+        await stack.enter_async_context(world.pressure)
+        connector = aiohttp.TCPConnector(limit=0)
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        )
+        yield Deployed(Gateway(ExternalProcessor(world), session, addresses[1]), world, p, d)
+
+
 class _Observer:
     """Stands between agents and gateway, and counts."""
 
-    def __init__(self, gateway: Gateway, world: World, p: SimNode, d: SimNode) -> None:
-        self._gateway, self._world, self._p, self._d = gateway, world, p, d
+    def __init__(self, on: Deployed) -> None:
+        self._gateway, self._world, self._p, self._d = on.gateway, on.world, on.prefill, on.decode
         self._turns: list[Turn] = []
         self._agents = 0
         self._changed = asyncio.Event()
