@@ -11,6 +11,7 @@ from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.envoy import bootstrap, protos
 from kvreturn.envoy.lint import lint
+from kvreturn.envoy.names import EXT_PROC_FILTER
 from kvreturn.envoy.protos import (
     cluster_pb,
     core_pb,
@@ -46,7 +47,7 @@ def manager(name: str, made_of: Settings) -> hcm_pb.HttpConnectionManager:
 
 
 def ext_proc(made_of: Settings, name: str = "client") -> ext_proc_pb.ExternalProcessor:
-    config = manager(name, made_of).http_filters[0].typed_config
+    config = next(f for f in manager(name, made_of).http_filters if f.name == EXT_PROC_FILTER).typed_config
     assert config
     message = config.unpack()
     assert isinstance(message, ext_proc_pb.ExternalProcessor)
