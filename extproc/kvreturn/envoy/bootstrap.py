@@ -120,10 +120,8 @@ def _exposed_prefill_listener(settings: Settings) -> list[str]:
         where, advice = "on every network of this machine", "to the address on the routers' network"
     else:
         return []
-    return [
-        f"the prefill listener {listen} is {where}: whoever reaches it sends handles to any prefill node. Set "
-        f"envoy.prefill_listen {advice}."
-    ]
+    danger = f"the prefill listener {listen} is {where}: whoever reaches it sends handles to any prefill node."
+    return [f"{danger} Set envoy.prefill_listen {advice}."]
 
 
 def _check(settings: Settings) -> None:
