@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from kvreturn.cli.main import main
 from kvreturn.sim import NodeConfig
 from support.doctor import D, Deployment, P, deployment, nodes, told, worst
-from support.envoy import Json, client_manager
+from support.envoy import Json, client_ext_proc, client_manager
 
 DOCS = Path(__file__).parents[2] / "docs" / "doctor.md"
 EAGER = {"return": "eager"}
@@ -49,7 +49,7 @@ async def test_a_healthy_deployment_is_all_ok_and_left_as_it_was(tmp_path: Path,
 
 
 def _short_timeout(bootstrap: Json) -> None:
-    client_manager(bootstrap)["http_filters"][0]["typed_config"]["message_timeout"] = "0.2s"
+    client_ext_proc(bootstrap)["message_timeout"] = "0.2s"
 
 
 def _another_node(bootstrap: Json) -> None:

@@ -3,13 +3,14 @@
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from kvreturn.envoy.runner import validate
-from support.envoy import Gateway, Json, Node, Router, client_manager, gateway, raw, serving, unused_address
+from support.envoy import Gateway, Json, Node, Router, client_ext_proc, gateway, raw, serving, unused_address
 
 SHIPPED = sorted((Path(__file__).parents[2] / "envoy").glob("*.yaml"))
 # What a client sends as path, and what the router and the node get. Starlette decodes a path once before it looks for
@@ -204,7 +205,7 @@ class TestRouterFailures:
 
     async def test_stuck_is_504_and_aborting_500_16(self, router: Router, nodes: tuple[Node, Node]) -> None:
         def impatient(bootstrap: Json) -> None:
-            client_manager(bootstrap)["http_filters"][0]["typed_config"]["message_timeout"] = "0.2s"
+            client_ext_proc(bootstrap)["message_timeout"] = "0.2s"
 
         async with gateway(router.listen, [nodes[0].address], change=impatient) as envoy:
             router.delay = 10
@@ -290,15 +291,17 @@ async def test_the_router_may_listen_on_a_unix_socket(tmp_path: Path, nodes: tup
 
 
 async def test_the_access_log_tells_what_happened_and_no_secrets(envoy: Gateway, nodes: tuple[Node, Node]) -> None:
-    del nodes
     async with envoy.client.post(
         "/v1/completions?key=secret1", data=b"secret2", headers={"authorization": "Bearer secret3"}
     ) as response:
         assert response.status == 200
     await envoy.envoy.stop()
     (line,) = [line for line in envoy.log if "POST" in line]
-    assert " POST /v1/completions HTTP/1.1 -> 200 " in line
+    began, rest = line.split(" ", 1)
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(began)).total_seconds()) < 60
+    assert rest.startswith("leg=client 127.0.0.1 POST /v1/completions HTTP/1.1 -> 200 ")
     assert "in=7 " in line
+    assert line.endswith(f" request={nodes[0].requests[0][0].headers['x-request-id']}")
     assert "secret" not in "".join(envoy.log)
 
 

@@ -141,7 +141,8 @@ class TestDecode:
                 assert (answer.status, answer.headers["content-type"]) == (503, "application/json")
                 error = json.loads(answer.body)["error"]
                 assert (error["code"], error["type"], error["param"]) == (503, "ServiceUnavailableError", None)
-                assert "no decode node could answer" in error["message"]
+                assert error["message"].startswith("kvreturn: a decode node did not answer (UF); try again")
+                assert answer.headers["retry-after"] == "1"
                 assert "127.0.0.1" not in error["message"]
                 await there.outcomes(1)
                 anthropic = json.loads((await there.post("/v1/messages", MESSAGE)).body)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -17,14 +18,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvreturn.config import Settings
 from kvreturn.envoy.process import Child
-from support.envoy import Json, client_manager, unused_address
-from support.gateway import CHAT, SHIPPED, Front, configuration, envoy_before, what_comes
+from support.envoy import Json, client_ext_proc, unused_address
+from support.gateway import CHAT, SHIPPED, Answer, Front, configuration, envoy_before, what_comes
 from support.nodes import COLD, FakePrefill, Seen, carried_handle, chat, decode_events, handle, sent_params
 from support.tap import Tap
 
 pytestmark = pytest.mark.parametrize("shipped", SHIPPED)
 
 FIRST = chat("Hi", stream=True)
+MESSAGE = chat("Hi", max_tokens=9)
 NEXT = chat("Hi", "Good morning", "And?", stream=True)
 EVENTS = decode_events(params=handle())
 SSE = b"".join(decode_events())
@@ -173,7 +175,7 @@ async def test_016_a_stuck_router_is_a_504_and_a_dead_one_a_500(shipped: str, tm
     """In full duplex Envoy runs no timer: there the client waits until the router is gone."""
 
     def impatient(bootstrap: Json) -> None:
-        client_manager(bootstrap)["http_filters"][0]["typed_config"]["message_timeout"] = "0.3s"
+        client_ext_proc(bootstrap)["message_timeout"] = "0.3s"
 
     held = Paused(0)
     held.go_on.set()
@@ -184,12 +186,25 @@ async def test_016_a_stuck_router_is_a_504_and_a_dead_one_a_500(shipped: str, tm
             await asyncio.sleep(0.6)
             assert not waiting.done()
         else:
-            assert (await waiting).status == 504
+            assert told(await waiting) == (504, "GatewayTimeout")
         await router.kill()
         if shipped == "full-duplex":
-            assert (await waiting).status == 500
-        assert (await there.post(CHAT, FIRST)).status == 500
+            assert told(await waiting) == (500, "InternalServerError")
+        assert told(await there.post(CHAT, FIRST)) == (500, "InternalServerError")
+        message = await there.post("/v1/messages", MESSAGE)
+        assert told(message) == (500, "api_error")
+        assert json.loads(message.body)["type"] == "error"
         assert not p.seen + d.seen
+
+
+async def test_load_balancers_hear_of_a_killed_router_within_seconds(shipped: str, tmp_path: Path) -> None:
+    async with apart(shipped, tmp_path, Paused(0)) as (there, router, _, _):
+        for change, status in ((router.kill, 503), (router.start, 200)):
+            assert (await there.request("GET", "/kvreturn/ready")).status == (200 if status == 503 else 503)
+            await change()
+            async with asyncio.timeout(3):
+                while (await there.request("GET", "/kvreturn/ready")).status != status:  # noqa: ASYNC110 - no event
+                    await asyncio.sleep(0.02)
 
 
 async def test_up_drains_streams_and_prefill_legs_that_run(shipped: str, tmp_path: Path) -> None:
@@ -230,6 +245,15 @@ async def test_up_drains_streams_and_prefill_legs_that_run(shipped: str, tmp_pat
                 assert not tap.leaks(p.address, d.address)
         finally:
             await up.stop(5)
+
+
+def told(answer: Answer) -> tuple[int, str]:
+    """Status, and the type of an error of Envoy's own."""
+    assert (answer.headers["content-type"], answer.headers["retry-after"]) == ("application/json", "1")
+    error = json.loads(answer.body)["error"]
+    assert error["message"].startswith("kvreturn: ")
+    assert error.get("code", answer.status) == answer.status
+    return answer.status, error["type"]
 
 
 async def once_up(there: Front, body: bytes) -> bytes:

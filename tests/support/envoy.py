@@ -20,6 +20,7 @@ from kvreturn._proto.envoy.extensions.filters.http.ext_proc.v3.processing_mode_p
 from kvreturn._proto.envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 from kvreturn.config import Settings
 from kvreturn.envoy.bootstrap import build, to_dict
+from kvreturn.envoy.names import EXT_PROC_FILTER
 from kvreturn.envoy.runner import EnvoyProcess
 
 _FULL_DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
@@ -261,6 +262,13 @@ def client_manager(bootstrap: Json) -> Json:
     listener: Json = bootstrap["static_resources"]["listeners"][0]
     manager: Json = listener["filter_chains"][0]["filters"][0]["typed_config"]
     return manager
+
+
+def client_ext_proc(bootstrap: Json) -> Json:
+    """The ext_proc filter's configuration there."""
+    filters = client_manager(bootstrap)["http_filters"]
+    config: Json = next(f["typed_config"] for f in filters if f["name"] == EXT_PROC_FILTER)
+    return config
 
 
 async def raw(address: str, request: str) -> tuple[int, str]:

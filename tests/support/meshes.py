@@ -112,10 +112,25 @@ def envoy_gateway(objects: list[Json]) -> Json:
     buffer, unit = re.fullmatch(r"(\d+)(Mi)", traffic["connection"]["bufferLimit"]).groups()  # type: ignore[union-attr]
     assert unit == "Mi"
     nodes = _cluster(decode, 8000, health_checks=[_active(backend["healthCheck"]["active"])])
+    ready = {
+        "@type": f"{_TYPE}.http.health_check.v3.HealthCheck",
+        "pass_through_mode": False,
+        "headers": [{"name": ":path", "string_match": {"exact": traffic["healthCheck"]["path"]}}],
+    }
+    manager["http_filters"].insert(0, {"name": "envoy.filters.http.health_check", "typed_config": ready})
+    targets = {
+        ("Cluster", decode, None): nodes,
+        (
+            "Listener",
+            "kvreturn/kvreturn/http",
+            "..http_filters[?(@.name=='envoy.filters.http.health_check')].typed_config",
+        ): ready,
+    }
     for patch in _of(objects, "EnvoyPatchPolicy")["jsonPatches"]:
         operation = patch["operation"]
-        assert (patch["type"].rpartition(".")[2], patch["name"], operation["op"]) == ("Cluster", decode, "add")
-        nodes[operation["path"].removeprefix("/")] = operation["value"]
+        assert operation["op"] == "add"
+        target = targets[patch["type"].rpartition(".")[2], patch["name"], operation.get("jsonPath")]
+        target[operation["path"].removeprefix("/")] = operation["value"]
     health = processor["backendSettings"]["healthCheck"]
     processors = _cluster(
         routers,
@@ -180,9 +195,9 @@ def istio(objects: list[Json], envoy_filter: Json) -> Json:
         match, change = patch["match"], copy.deepcopy(patch["patch"])
         assert match["context"] == "GATEWAY"
         if patch["applyTo"] == "HTTP_FILTER":
-            assert change["operation"] == "INSERT_BEFORE"
             before = match["listener"]["filterChain"]["filter"]["subFilter"]["name"]
-            at = [f["name"] for f in known["http_filters"]].index(before)
+            named = [f["name"] for f in known["http_filters"]].index(before)
+            at = {"INSERT_BEFORE": named, "INSERT_FIRST": 0}[change["operation"]]
             known["http_filters"].insert(at, change["value"])
             continue
         assert change["operation"] == "MERGE"

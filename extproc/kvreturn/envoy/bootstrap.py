@@ -12,7 +12,7 @@ from kvreturn.envoy import names
 from kvreturn.envoy.clusters import bind_address, node_cluster, router_cluster
 from kvreturn.envoy.filters import message_timeout, router_listens
 from kvreturn.envoy.listeners import client_listener, orchestrated_listeners, prefill_listener
-from kvreturn.envoy.ports import is_ip, is_loopback
+from kvreturn.envoy.ports import is_ip, is_loopback, is_unspecified
 from kvreturn.envoy.protos import Any, bootstrap_pb, connections_pb, core_pb, overload_pb
 
 _MAX_MESSAGE_TIMEOUT = 3600  # Envoy refuses a longer one
@@ -82,10 +82,7 @@ def warnings(settings: Settings) -> list[str]:
             f"clients connect to {envoy.listen} without TLS and without authentication; put both in front of it."
         )
     if not is_loopback(envoy.prefill_listen):
-        found.append(
-            f"the prefill listener {envoy.prefill_listen} is not on a loopback address: whoever reaches it sends "
-            "handles to any prefill node. Set envoy.prefill_listen to a loopback address."
-        )
+        found += _exposed_prefill_listener(settings)
     orchestrated = envoy.orchestrated
     if orchestrated and not (is_loopback(orchestrated.prefill_listen) and is_loopback(orchestrated.decode_listen)):
         found.append(
@@ -111,6 +108,20 @@ def warnings(settings: Settings) -> list[str]:
                 "chooses among them itself unless the router knows the address. Set envoy.endpoints: router."
             )
     return found
+
+
+def _exposed_prefill_listener(settings: Settings) -> list[str]:
+    """Routers on other machines need an address that they can reach: no warning of one that was chosen for them."""
+    listen = settings.envoy.prefill_listen
+    elsewhere = any(not r.startswith("unix:") and not is_loopback(r) for r in settings.envoy.routers)
+    if not elsewhere:
+        where, advice = "not on a loopback address", "to a loopback address"
+    elif is_unspecified(listen):
+        where, advice = "on every network of this machine", "to the address on the routers' network"
+    else:
+        return []
+    danger = f"the prefill listener {listen} is {where}: whoever reaches it sends handles to any prefill node."
+    return [f"{danger} Set envoy.prefill_listen {advice}."]
 
 
 def _check(settings: Settings) -> None:

@@ -122,6 +122,18 @@ def router_cluster(listens: Sequence[str]) -> cluster_pb.Cluster:
         listens: `host:port` or `unix:/path` that each server binds; a name may stand for several.
     """
     cluster = _cluster(names.ROUTER_CLUSTER, [reachable(listen) for listen in listens], timedelta(seconds=1))
+    cluster.health_checks = [
+        core_pb.HealthCheck(
+            timeout=timedelta(seconds=1),
+            interval=timedelta(seconds=1),
+            no_traffic_interval=timedelta(seconds=1),
+            unhealthy_threshold=1,
+            healthy_threshold=1,
+            grpc_health_check=core_pb.HealthCheckGrpcHealthCheck(),
+        )
+    ]
+    # A single one gets streams whatever its health is, since Envoy has no other; but who asks whether this Envoy can
+    # serve wants to know.
     if may_be_several(listens):
         _spread(cluster)
     cluster.typed_extension_protocol_options[_HTTP_OPTIONS] = Any.pack(
@@ -140,16 +152,6 @@ def _spread(cluster: cluster_pb.Cluster) -> None:
         "envoy.load_balancing_policies.least_request", least_request_pb.LeastRequest()
     )
     cluster.common_lb_config = cluster_pb.ClusterCommonLbConfig(healthy_panic_threshold=type_pb.Percent(value=1))
-    cluster.health_checks = [
-        core_pb.HealthCheck(
-            timeout=timedelta(seconds=1),
-            interval=timedelta(seconds=1),
-            no_traffic_interval=timedelta(seconds=1),
-            unhealthy_threshold=1,
-            healthy_threshold=1,
-            grpc_health_check=core_pb.HealthCheckGrpcHealthCheck(),
-        )
-    ]
     # A router that died gets no more streams from the first one on that it broke off or refused: the health check would
     # find out a second later. It ends the ejection too.
     cluster.outlier_detection = _refusing(timedelta(seconds=1))

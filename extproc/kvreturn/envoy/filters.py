@@ -15,11 +15,14 @@ from kvreturn.envoy.protos import (
     ext_proc_pb,
     hcm_pb,
     header_to_metadata_pb,
+    health_check_pb,
     lua_pb,
     matcher_pb,
     mutation_pb,
     previous_hosts_pb,
+    route_pb,
     router_pb,
+    type_pb,
 )
 
 # `override_host` takes a named node without asking whether it is alive: a conversation bound to a dead node would get
@@ -107,6 +110,21 @@ def _another_router() -> core_pb.RetryPolicy:
         retry_host_predicate=[elsewhere],
         host_selection_retry_max_attempts=3,
     )
+
+
+def readiness() -> hcm_pb.HttpFilter:
+    """Answers `names.READY` itself: 200 while a router and a decode node are healthy, 503 else and while Envoy drains.
+
+    Prefill nodes do not count: without them decode nodes work alone.
+    """
+    path = route_pb.HeaderMatcher(name=":path", string_match=matcher_pb.StringMatcher(exact=names.READY))
+    one = type_pb.Percent(value=1)  # Envoy knows no absolute number, and takes less for 0
+    config = health_check_pb.HealthCheck(
+        pass_through_mode=False,
+        headers=[path],
+        cluster_min_healthy_percentages={names.ROUTER_CLUSTER: one, names.DECODE_CLUSTER: one},
+    )
+    return _filter("envoy.filters.http.health_check", config)
 
 
 def node_guard(key: str) -> hcm_pb.HttpFilter:

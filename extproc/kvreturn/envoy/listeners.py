@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 from kvreturn.config import Settings
-from kvreturn.envoy import filters, names
+from kvreturn.envoy import filters, names, replies
 from kvreturn.envoy.clusters import bind_address
 from kvreturn.envoy.protos import (
     Any,
@@ -20,20 +20,13 @@ from kvreturn.envoy.protos import (
 _HEADER_ROOM = 5  # KiB: Envoy counts what it adds itself, and must be able to say no itself
 _FOREVER = timedelta(0)
 _METHODS_WITHOUT_BODY = "GET|HEAD|OPTIONS"
-# What and how it went: no header of the request but method and path, and of the path no query.
+# What and how it went: no header of the request but method, path, and the id that the node got; of the path no query.
+# An id that the router did not set may be a client's own text: it comes last, so that it cannot pass for another field.
 _ACCESS_LOG = (
-    "%START_TIME(%H:%M:%S.%3f)% %DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT% %REQ(:METHOD)% %PATH(NQ)% %PROTOCOL% -> "
+    "%START_TIME% leg={leg} %DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT% %REQ(:METHOD)% %PATH(NQ)% %PROTOCOL% -> "
     "%RESPONSE_CODE% %RESPONSE_FLAGS% node=%UPSTREAM_HOST% first=%RESPONSE_DURATION%ms all=%DURATION%ms "
-    "in=%BYTES_RECEIVED% out=%BYTES_SENT%\n"
+    "in=%BYTES_RECEIVED% out=%BYTES_SENT% request=%REQ(X-REQUEST-ID):64%\n"
 )
-# What a client gets where Envoy found no decode node that answers, in its API's own shape. Flags as in access logs;
-# what the router answers has none of these, and passes as it is.
-_NO_NODE_FLAGS = ("UF", "UH", "UO", "UC", "UR", "LR", "URX", "UT", "UPE")
-_NO_NODE = "kvreturn: no decode node could answer (%RESPONSE_FLAGS%); try again later"
-_OPENAI_ERROR = (
-    f'{{"error":{{"message":"{_NO_NODE}","type":"ServiceUnavailableError","param":null,"code":%RESPONSE_CODE%}}}}\n'
-)
-_ANTHROPIC_ERROR = f'{{"type":"error","error":{{"type":"api_error","message":"{_NO_NODE}"}}}}\n'
 # The node's own, or none.
 _SERVER_HEADER = hcm_pb.HttpConnectionManagerServerHeaderTransformation.PASS_THROUGH
 _ESCAPED_SLASHES = hcm_pb.HttpConnectionManagerPathWithEscapedSlashesAction.UNESCAPE_AND_FORWARD
@@ -42,6 +35,7 @@ _ESCAPED_SLASHES = hcm_pb.HttpConnectionManagerPathWithEscapedSlashesAction.UNES
 def client_listener(settings: Settings) -> listener_pb.Listener:
     """Where clients connect: all passes the router but GET, HEAD and OPTIONS of what is no stored response."""
     hcm = _through_router(settings, _decode_routes(settings, "client"), names.GATEWAY, names.DECODE_NODE_KEY)
+    hcm.http_filters.insert(0, filters.readiness())
     # Inbound: draining closes this listener only, and running turns still reach their prefill nodes.
     return _listener("client", settings.envoy.listen, hcm, core_pb.TrafficDirection.INBOUND)
 
@@ -52,7 +46,7 @@ def orchestrated_listeners(settings: Settings) -> list[listener_pb.Listener]:
     if ours is None:
         return []
     prefill = _through_router(settings, _prefill_routes(settings), names.PREFILL, names.PREFILL_NODE_KEY)
-    prefill.local_reply_config = None
+    prefill.local_reply_config = replies.of_routers()
     routes = _decode_routes(settings, "orchestrated_decode")
     decode = _through_router(settings, routes, names.DECODE, names.DECODE_NODE_KEY)
     listeners = [
@@ -76,10 +70,8 @@ def _through_router(
         server_header_transformation=_SERVER_HEADER,
         stream_idle_timeout=timedelta(seconds=settings.envoy.stream_idle_timeout),
         request_headers_timeout=timedelta(seconds=10),
-        access_log=[_access_log()],
-        local_reply_config=hcm_pb.LocalReplyConfig(
-            mappers=[_no_node(_ANTHROPIC_ERROR, "/v1/messages"), _no_node(_OPENAI_ERROR, "/")]
-        ),
+        access_log=[_access_log(host.name, _no_probes())],
+        local_reply_config=replies.of_routers_and_decode_nodes(),
         # As with bodies: more than the router's own limit, so that it is the router that refuses. Envoy counts in KiB.
         max_request_headers_kb=settings.limits.header_bytes // 1024 + _HEADER_ROOM,
         use_remote_address=True,
@@ -114,7 +106,7 @@ def prefill_listener(settings: Settings) -> listener_pb.Listener:
         # When a node breaks off its answer, Envoy says so by closing, after this time. Its default is a whole second,
         # which the router's second try would lack.
         delayed_close_timeout=timedelta(milliseconds=50),
-        access_log=[_access_log(legs_only=True)],
+        access_log=[_access_log("prefill", _no_looks())],
         skip_xff_append=True,
         generate_request_id=False,  # the router gives each leg an id of its own
     )
@@ -181,35 +173,24 @@ def _listener(
     )
 
 
-def _no_node(body: str, prefix: str) -> hcm_pb.ResponseMapper:
-    """The body of Envoy's own answers to requests below a path that no node has answered."""
-    flags = accesslog_pb.AccessLogFilter(
-        response_flag_filter=accesslog_pb.ResponseFlagFilter(flags=list(_NO_NODE_FLAGS))
-    )
-    path = accesslog_pb.AccessLogFilter(header_filter=accesslog_pb.HeaderFilter(header=_path(prefix)))
-    return hcm_pb.ResponseMapper(
-        filter=accesslog_pb.AccessLogFilter(and_filter=accesslog_pb.AndFilter(filters=[flags, path])),
-        body_format_override=core_pb.SubstitutionFormatString(
-            text_format_source=core_pb.DataSource(inline_string=body), content_type="application/json"
-        ),
-    )
-
-
-def _path(prefix: str) -> route_pb.HeaderMatcher:
-    return route_pb.HeaderMatcher(name=":path", string_match=matcher_pb.StringMatcher(prefix=prefix))
-
-
-def _access_log(*, legs_only: bool = False) -> accesslog_pb.AccessLog:
-    """The access log: of all requests, or without the router's looks at nodes (GET /health, /metrics), every second."""
-    line = core_pb.SubstitutionFormatString(text_format_source=core_pb.DataSource(inline_string=_ACCESS_LOG))
+def _access_log(leg: str, which: accesslog_pb.AccessLogFilter) -> accesslog_pb.AccessLog:
+    """The access log of a listener."""
+    text = _ACCESS_LOG.format(leg=leg)
+    line = core_pb.SubstitutionFormatString(text_format_source=core_pb.DataSource(inline_string=text))
     return accesslog_pb.AccessLog(
         name="envoy.access_loggers.stdout",
         typed_config=Any.pack(stream_pb.StdoutAccessLog(log_format=line)),
-        filter=_no_looks() if legs_only else None,
+        filter=which,
     )
 
 
+def _no_probes() -> accesslog_pb.AccessLogFilter:
+    """All requests but those that ask whether this Envoy can serve."""
+    return accesslog_pb.AccessLogFilter(not_health_check_filter=accesslog_pb.NotHealthCheckFilter())
+
+
 def _no_looks() -> accesslog_pb.AccessLogFilter:
+    """All but the router's looks at nodes (GET /health, /metrics), every second."""
     get = matcher_pb.StringMatcher(exact="GET")
     header = route_pb.HeaderMatcher(name=":method", string_match=get, invert_match=True)
     return accesslog_pb.AccessLogFilter(header_filter=accesslog_pb.HeaderFilter(header=header))

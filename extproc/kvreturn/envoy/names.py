@@ -49,3 +49,6 @@ STORED_RESPONSES = "/v1/responses/"
 
 UNTAKEN = ("connect-failure", "refused-stream", "reset-before-request")
 """Envoy's conditions for a retry under which no server has seen anything of the request."""
+
+READY = "/kvreturn/ready"
+"""Path by which load balancers ask Envoy whether turns can be served. No path of vLLM's begins so."""

@@ -22,13 +22,19 @@ def is_loopback(address: str) -> bool:
     return host == "localhost" or (is_ip(host) and ipaddress.ip_address(host).is_loopback)
 
 
+def is_unspecified(address: str) -> bool:
+    """Whether what listens on `host:port` does so on all addresses of this machine."""
+    host, _ = split_address(address)
+    return is_ip(host) and ipaddress.ip_address(host).is_unspecified
+
+
 def reachable(listen: str) -> str:
     """The address by which to reach a server on this machine that binds `listen` (`host:port` or `unix:/path`)."""
     if listen.startswith("unix:"):
         return listen
-    host, port = split_address(listen)
-    if not is_ip(host) or not ipaddress.ip_address(host).is_unspecified:
+    if not is_unspecified(listen):
         return listen
+    host, port = split_address(listen)
     return f"[::1]:{port}" if ":" in host else f"127.0.0.1:{port}"
 
 

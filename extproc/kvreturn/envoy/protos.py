@@ -17,9 +17,11 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.config.listener import v3 as listener_pb
     from envoy_data_plane.envoy.config.overload import v3 as overload_pb
     from envoy_data_plane.envoy.config.route import v3 as route_pb
+    from envoy_data_plane.envoy.extensions.access_loggers.filters.cel import v3 as cel_pb
     from envoy_data_plane.envoy.extensions.access_loggers.stream import v3 as stream_pb
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_pb
     from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata import v3 as header_to_metadata_pb
+    from envoy_data_plane.envoy.extensions.filters.http.health_check import v3 as health_check_pb
     from envoy_data_plane.envoy.extensions.filters.http.lua import v3 as lua_pb
     from envoy_data_plane.envoy.extensions.filters.http.router import v3 as router_pb
     from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager import v3 as hcm_pb
@@ -38,6 +40,7 @@ __all__ = [
     "Any",
     "accesslog_pb",
     "bootstrap_pb",
+    "cel_pb",
     "cluster_pb",
     "connections_pb",
     "core_pb",
@@ -46,6 +49,7 @@ __all__ = [
     "ext_proc_pb",
     "hcm_pb",
     "header_to_metadata_pb",
+    "health_check_pb",
     "http_pb",
     "least_request_pb",
     "listener_pb",

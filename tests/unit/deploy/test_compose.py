@@ -64,6 +64,8 @@ def test_vllm_nodes_are_told_their_own_address_and_use_our_connector(role: str) 
         service = interpolate(SERVICES[name], SECRETS)
         assert service["environment"]["VLLM_NIXL_SIDE_CHANNEL_HOST"] == address(name) == address(f"vllm-{role}")
         options = service["command"]
+        answers = int(options[options.index("--shutdown-timeout") + 1])  # by default vLLM aborts them at once
+        assert float(service["stop_grace_period"].removesuffix("s")) == answers + 15
         transfer = yaml.safe_load(options[options.index("--kv-transfer-config") + 1])
         assert transfer == {
             "kv_connector": "NixlConnector",

@@ -113,6 +113,16 @@ def test_a_router_has_time_to_drain(overlay: str) -> None:
     assert pod["terminationGracePeriodSeconds"] >= notice + settings(overlay).drain_timeout + 15
 
 
+@pytest.mark.parametrize("name", ["vllm-prefill", "vllm-decode"])
+def test_a_vllm_node_has_time_to_end_its_answers(name: str) -> None:
+    """By vLLM's default it aborts them at once."""
+    pod = dict(pods("production"))[name]
+    (container,) = pod["containers"]
+    notice = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    answers = int(container["args"][container["args"].index("--shutdown-timeout") + 1])
+    assert pod["terminationGracePeriodSeconds"] == notice + answers + 15
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_the_routers_settings_name_services_that_are_there(overlay: str) -> None:
     known = settings(overlay)

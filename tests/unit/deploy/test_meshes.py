@@ -5,7 +5,7 @@ import yaml
 
 from kvreturn.envoy.filters import node_guard
 from kvreturn.envoy.lint import lint
-from kvreturn.envoy.names import DECODE_NODE_KEY
+from kvreturn.envoy.names import DECODE_NODE_KEY, READY
 from kvreturn.envoy.protos import lua_pb
 from kvreturn.envoy.runner import validate
 from support.deployed import Json
@@ -28,7 +28,15 @@ def test_envoy_accepts_it_and_none_of_our_rules_is_broken(bootstrap: Json) -> No
 
 def test_the_filters_stand_in_the_order_that_they_need(bootstrap: Json) -> None:
     kinds = [f["typed_config"]["@type"].rpartition(".")[2] for f in client_manager(bootstrap)["http_filters"]]
-    assert kinds == ["ExternalProcessor", "Lua", "Router"]
+    assert kinds == ["HealthCheck", "ExternalProcessor", "Lua", "Router"]
+
+
+def test_a_load_balancer_may_ask_for_routers_and_decode_nodes(bootstrap: Json) -> None:
+    ready = client_manager(bootstrap)["http_filters"][0]["typed_config"]
+    assert ready["headers"] == [{"name": ":path", "string_match": {"exact": READY}}]
+    clusters = {c["name"]: c for c in bootstrap["static_resources"]["clusters"]}
+    assert ready["cluster_min_healthy_percentages"] == {name: {"value": 1} for name in clusters}
+    assert all(c["health_checks"] for c in clusters.values())  # without them Envoy takes all for healthy
 
 
 def test_the_guard_is_our_own(bootstrap: Json) -> None:
@@ -36,5 +44,5 @@ def test_the_guard_is_our_own(bootstrap: Json) -> None:
     assert typed
     ours = lua_pb.Lua.parse(typed.value).default_source_code
     assert ours
-    lua = client_manager(bootstrap)["http_filters"][1]["typed_config"]
+    lua = client_manager(bootstrap)["http_filters"][2]["typed_config"]
     assert lua["default_source_code"]["inline_string"] == ours.inline_string

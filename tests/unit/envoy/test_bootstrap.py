@@ -11,6 +11,7 @@ from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.envoy import bootstrap, protos
 from kvreturn.envoy.lint import lint
+from kvreturn.envoy.names import EXT_PROC_FILTER
 from kvreturn.envoy.protos import (
     cluster_pb,
     core_pb,
@@ -24,6 +25,7 @@ from kvreturn.envoy.protos import (
 
 ROOT = Path(__file__).parents[3]
 POOLS = {"prefill": ["10.0.0.1:8000", "10.0.0.2:8000"], "decode": ["10.0.0.3:8000", "10.0.0.4:8000"]}
+EXPOSED = "the prefill listener %s"
 Json = dict[str, Any]
 
 
@@ -46,7 +48,7 @@ def manager(name: str, made_of: Settings) -> hcm_pb.HttpConnectionManager:
 
 
 def ext_proc(made_of: Settings, name: str = "client") -> ext_proc_pb.ExternalProcessor:
-    config = manager(name, made_of).http_filters[0].typed_config
+    config = next(f for f in manager(name, made_of).http_filters if f.name == EXT_PROC_FILTER).typed_config
     assert config
     message = config.unpack()
     assert isinstance(message, ext_proc_pb.ExternalProcessor)
@@ -254,7 +256,16 @@ class TestWarnings:
             ({}, []),
             ({"envoy": {"listen": "localhost:8000"}, "listen": "unix:/run/x"}, []),
             ({"envoy": {"listen": "0.0.0.0:8000"}}, ["clients connect to 0.0.0.0:8000 without TLS"]),
-            ({"envoy": {"prefill_listen": "10.0.0.9:8001"}}, ["the prefill listener 10.0.0.9:8001"]),
+            ({"envoy": {"prefill_listen": "10.0.0.9:8001"}}, [EXPOSED % "10.0.0.9:8001 is not on a loopback"]),
+            ({"envoy": {"prefill_listen": "10.0.0.9:8001", "routers": ["10.0.0.8:9090"]}}, []),
+            (
+                {"envoy": {"prefill_listen": "10.0.0.9:8001", "routers": ["127.0.0.1:1", "unix:/x"]}},
+                [EXPOSED % "10.0.0.9:8001 is not on a loopback"],
+            ),
+            (
+                {"envoy": {"prefill_listen": "0.0.0.0:8001", "routers": ["router:9090"]}},
+                [EXPOSED % "0.0.0.0:8001 is on every network"],
+            ),
             ({"envoy": {"admin": "[::]:9901"}}, ["Envoy's admin port [::]:9901"]),
             ({"envoy": {"orchestrated": {}}}, []),
             ({"envoy": {"orchestrated": {"decode_listen": "0.0.0.0:1"}}}, ["the addresses of envoy.orchestrated are"]),
