@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvreturn.config import Settings
 from kvreturn.doctor.context import Context
 from kvreturn.doctor.model import Finding
 from kvreturn.doctor.pair import choose
@@ -97,6 +98,28 @@ async def test_a_name_is_asked_for_at_each_of_its_addresses(
     at = [f for f in findings if f.check == "router" and f.subject.startswith(f"{listen} (")]
     assert {(f.status.value, found in f.found) for f in at} == {(status, True)}
     assert f"{listen} (127.0.0.1:{port or 2})" in {f.subject for f in at}
+
+
+async def test_nodes_that_the_router_has_discovered_are_looked_at(tmp_path: Path) -> None:
+    async with nodes(tmp_path) as there:
+        plain = yaml.safe_load(there.config.read_text())
+        found = {side: there.settings.pools.sources[side].static[0] for side in ("prefill", "decode")}
+        plain["pools"] = {side: {"dns": f"localhost:{address.split(':')[1]}"} for side, address in found.items()}
+        there.config.write_text(yaml.safe_dump(plain))
+        async with running(Settings.model_validate(plain)):
+            findings = await there.findings()
+    subjects = {f.subject for f in findings if (f.check, f.status) == ("node.health", "ok")}
+    assert subjects == {f"prefill {found['prefill']}", f"decode {found['decode']}"}
+
+
+async def test_where_only_the_router_knows_the_nodes_and_is_away_that_is_said(tmp_path: Path) -> None:
+    slices = {"endpoint_slices": {"service": "vllm", "port": "http"}}
+    async with nodes(tmp_path, pools={"prefill": slices, "decode": slices}) as there:
+        findings = await there.findings()
+    assert [f.found for f in findings if f.check == "node"] == [
+        "who is in pools.prefill is for the router to tell",
+        "who is in pools.decode is for the router to tell",
+    ]
 
 
 async def test_what_listens_but_is_no_router_is_told(tmp_path: Path) -> None:
