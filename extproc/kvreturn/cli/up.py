@@ -10,13 +10,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
-import grpc
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvreturn.cli.options import LoggedError, log_format
 from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
+from kvreturn.envoy.health import not_serving
 from kvreturn.envoy.ports import reachable, unavailable
 from kvreturn.envoy.process import Child, ProcessError, Sink, first
 from kvreturn.envoy.runner import EnvoyProcess
@@ -115,21 +113,9 @@ async def run(
 
 async def _ready(settings: Settings, router: Child) -> None:
     async def serving() -> bool:
-        return all([await _is_serving(reachable(listen)) for listen in settings.router_listens()])
+        return not any([await not_serving(reachable(at), _HEALTH_DEADLINE) for at in settings.router_listens()])
 
     await router.ready(serving, _ROUTER_READY_WITHIN)
-
-
-async def _is_serving(target: str) -> bool:
-    # A channel of its own for each look, with nothing shared: gRPC would back off after the first refusal.
-    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
-    async with grpc.aio.insecure_channel(target, options=options) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_DEADLINE)
-        except grpc.aio.AioRpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 @contextlib.contextmanager

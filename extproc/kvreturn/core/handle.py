@@ -1,5 +1,6 @@
 """D's handle: reading it, and the forms in which the prefill leg carries `kv_transfer_params`."""
 
+import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -161,6 +162,11 @@ def digest_seed(proof: wire.Proof, secret: bytes, *, lora: str, cache_salt: str)
     """
     seeds = [wire.chain_seed(secret, lora=name, cache_salt=cache_salt) for name in ("", lora)]
     return next((s for s in seeds if wire.scope_tag(s) == proof.scope), seeds[0])
+
+
+def secret_scope(secret: bytes) -> str:
+    """What tells one secret from another without telling it: nodes have it as `scope` in `about`, base64."""
+    return base64.b64encode(wire.scope_tag(wire.chain_seed(secret))).decode()
 
 
 def check_mac(secret: bytes, handle: Handle) -> None:

@@ -7,16 +7,20 @@ from kvreturn.doctor.compare import names, same, untold
 from kvreturn.doctor.flags import Flags
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 from kvreturn.doctor.network import seeds, side_channels, transports
-from kvreturn.doctor.router import secrets, thresholds, ttls
+from kvreturn.doctor.router import thresholds, ttls
+from kvreturn.doctor.secret import secrets
 
 
-def agree(nodes: Sequence[Flags], settings: Settings | None, kvreturn_version: str) -> Iterator[Finding]:
+def agree(
+    nodes: Sequence[Flags], settings: Settings | None, kvreturn_version: str, router_scope: str | None = None
+) -> Iterator[Finding]:
     """Check what is known of the nodes' flags against each other and against the router.
 
     Args:
         nodes: all of them, of both sides.
         settings: the router's, None if they could not be read.
         kvreturn_version: of the router.
+        router_scope: digest of the running router's secret; None if it was not told.
     """
     if not any(n.connector for n in nodes):
         yield skipped("flags", "nothing is known of the nodes' flags", remedy="give --node-config FILE for each node")
@@ -29,7 +33,7 @@ def agree(nodes: Sequence[Flags], settings: Settings | None, kvreturn_version: s
     yield from _prefix_cache(nodes, settings)
     yield from _versions(nodes, kvreturn_version)
     if settings:
-        yield from secrets(nodes, settings)
+        yield from secrets(nodes, settings, router_scope)
         yield from ttls(nodes, settings)
         yield from thresholds(nodes, settings)
     yield from side_channels(nodes)
@@ -147,8 +151,11 @@ def _prefix_cache(nodes: Sequence[Flags], settings: Settings | None) -> Iterator
             what = "off: eager return reads into the prefix cache, and here nothing stays"
             yield fail(check, what, "start it with --enable-prefix-caching, or set `return: lazy`", n.source)
         elif n.prefix_caching is False:
-            what = "off: each turn moves or computes the whole prompt"
-            yield warn(check, what, "start it with --enable-prefix-caching", n.source)
+            what = "off: each turn pulls its whole prompt from the prefill node"
+            if n.side == "prefill":
+                what = "off: what is not read back is computed in each turn, also prompts that all conversations share"
+            remedy = "start it with --enable-prefix-caching, if this is not to show what reading back alone saves"
+            yield warn(check, what, remedy, n.source)
     on = [n for n in nodes if n.prefix_caching]
     if on:
         yield ok(check, f"on at {names(on)}")

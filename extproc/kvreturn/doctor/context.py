@@ -15,6 +15,8 @@ from kvreturn.doctor.flags import Connector, Flags, Side
 
 _BODY_LIMIT = 16 << 20
 OK = 200
+SILENCE = "no answer within"
+"""How the error of whatever does not answer in time begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class Context:
         headers: that gateway and nodes get: credentials, for example.
         gateway: base URL of the gateway.
         nodes: known of them so far.
+        router_scope: digest of the running router's secret; None if it was not told.
     """
 
     settings: Settings
@@ -102,6 +105,7 @@ class Context:
     headers: Mapping[str, str]
     gateway: str
     nodes: list[Node] = field(default_factory=list)
+    router_scope: str | None = None
 
     async def get(self, url: str) -> Answer:
         """GET."""
@@ -127,7 +131,7 @@ class Context:
                 while not response.content.at_eof() and len(got) < _BODY_LIMIT:
                     got += await response.content.read(_BODY_LIMIT - len(got))
         except TimeoutError:
-            return Answer(error=f"no answer within {seconds:g} s", seconds=time.monotonic() - start, began=began)
+            return Answer(error=f"{SILENCE} {seconds:g} s", seconds=time.monotonic() - start, began=began)
         except (aiohttp.ClientError, OSError, ValueError) as e:
             return Answer(error=reason(e), seconds=time.monotonic() - start, began=began)
         told = {k.lower(): v for k, v in response.headers.items()}
@@ -139,7 +143,7 @@ class Context:
             async with asyncio.timeout(self.seconds):
                 _, writer = await asyncio.open_connection(host, port)
         except TimeoutError:
-            return f"no answer within {self.seconds:g} s"
+            return f"{SILENCE} {self.seconds:g} s"
         except (OSError, ValueError) as e:
             return reason(e)
         writer.close()

@@ -57,12 +57,12 @@ async def probe_gateway(ctx: Context) -> list[Finding]:
     model, before = common[0], await _counts(ctx)
     start = f"kvreturn doctor {secrets.token_hex(8)}. " + " ".join(f"Line {i} of a probe." for i in range(24))
     first = await _ask(ctx, model, start, _ANSWER, choices=1)
-    findings = _served(first)
+    findings = _served(ctx, first)
     if not findings:
         return_findings = await _eager(ctx, model, before)
         text = _text(first.body)
         second = await _ask(ctx, model, f"{start}{text} And then?", 1, choices=2)
-        findings = _served(second) or [
+        findings = _served(ctx, second) or [
             ok(CHECK, f"two turns in {first.seconds:.2f} and {second.seconds:.2f} s, no handle in what a client sees"),
             await _outcome(ctx, before),
         ]
@@ -88,16 +88,16 @@ async def _ask(ctx: Context, model: str, prompt: str, tokens: int, *, choices: i
     return await ctx.post(f"{ctx.gateway}{PATH}", json.dumps(body).encode(), headers, times=DECODE)
 
 
-def _served(answer: Answer) -> list[Finding]:
+def _served(ctx: Context, answer: Answer) -> list[Finding]:
     """What is wrong with an answer, if anything is."""
     if answer.status in {401, 403}:
         remedy = "give --api-key, or the headers that your auth filter wants by --header"
         return [fail(CHECK, f"the gateway refuses the probe: {answer.what}", remedy)]
     if answer.status != OK:
-        remedy = (
-            "is Envoy running (envoy.listen, or --gateway URL), and the router? see the checks `envoy` and `router`"
-        )
-        return [fail(CHECK, f"{PATH}: {answer.what}", remedy)]
+        remedy = "are Envoy and the router running? see the checks `envoy` and `router`"
+        if not answer.status:
+            remedy = "start Envoy; if it is elsewhere, give --gateway URL"
+        return [fail(CHECK, f"{ctx.gateway}{PATH}: {answer.what}", remedy)]
     if _LEAK.search(answer.body):
         remedy = "requests reach the nodes past the router: see the check `envoy.lint`"
         return [fail(CHECK, f"the client gets {PARAMS}", remedy)]

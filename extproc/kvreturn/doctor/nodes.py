@@ -11,8 +11,9 @@ from kvreturn.core import wire
 from kvreturn.core.handle import COLD, PARAMS
 from kvreturn.core.returning import PATH
 from kvreturn.doctor.context import OK, Answer, Context, Node, pools
-from kvreturn.doctor.flags import Flags, from_about, number
+from kvreturn.doctor.flags import Flags, Side, from_about, number
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
+from kvreturn.envoy.ports import reachable
 
 _SKEW = 2.0  # seconds from which on it is worth a word
 _INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
@@ -21,10 +22,29 @@ _LABEL = re.compile(r'([a-z_]+)="([^"]*)"')
 
 async def look(ctx: Context) -> list[Finding]:
     """Look at all nodes of both pools, and remember in the context what they are."""
-    ctx.nodes = [Node(address, side) for side, pool in pools(ctx.settings).items() for address in pool]
+    members = await _members(ctx)
+    ctx.nodes = [Node(address, side) for side, pool in members.items() for address in pool]
     found = await asyncio.gather(*(_look_at(ctx, node) for node in ctx.nodes))
     findings = [f for each in found for f in each]
+    for side, pool in members.items():
+        if not pool:
+            remedy = "see the check `router.admin`; set `admin`, and run this on the router's machine"
+            findings.append(skipped("node", f"who is in pools.{side} is for the router to tell", remedy=remedy))
     return [*findings, *_models(ctx.nodes), *_clocks(ctx.nodes)]
+
+
+async def _members(ctx: Context) -> dict[Side, list[str]]:
+    """The nodes of both pools. What is discovered is what the router has discovered, as far as it tells."""
+    found, sources, admin = pools(ctx.settings), ctx.settings.pools.sources, ctx.settings.worker(0).admin
+    discovered = [side for side in found if not sources[side].static]
+    if discovered and admin:
+        told = (await ctx.get(f"http://{reachable(admin)}/kvreturn/pools")).json()
+        for side in discovered:
+            nodes = told.get(side) if isinstance(told, dict) else None
+            if isinstance(nodes, list):
+                named = [n["address"] for n in nodes if isinstance(n, dict) and isinstance(n.get("address"), str)]
+                found[side] = named or found[side]
+    return found
 
 
 async def _look_at(ctx: Context, node: Node) -> list[Finding]:

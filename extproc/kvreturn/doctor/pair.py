@@ -17,15 +17,16 @@ from kvreturn.core.handle import COLD, PARAMS, Handle, HandleError, check_mac, d
 from kvreturn.core.returning import PATH, Form, free_body, probe_body, read_probe
 from kvreturn.doctor.context import OK, Answer, Context, Node
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
+from kvreturn.doctor.secret import SAME, of_handle
 
 _IDS = range(33, 127)
 _PROMPT = 96
 _MORE = 8  # tokens that the second turn adds
 _SPARE = 40  # tokens that the answer has over the threshold below which nothing is read
 _LONGEST = 512
-_PAIRS = 64
+_PAIRS, _COVER = 16, 64  # pairs that are probed; more if it takes more to have each node in one
+_NAMED = 8
 DECODE = 2  # times as long as another request may one take that generates an answer
-_SAME_SECRET = "set the same KVRETURN_SECRET (or `secret`) on the router and on all nodes"  # noqa: S105 - advice
 _REMEDIES = {
     "block_size": "start all nodes with the same --block-size",
     "disabled": "set bidirectional_kv_xfer to true on the prefill node",
@@ -35,8 +36,8 @@ _REMEDIES = {
     "used": "raise retention_budget on the decode node, or give it more KV blocks",
     "expired": "raise decoder_kv_blocks_ttl on the decode node",
     "read_failed": "look for NIXL's error in the prefill node's log; UCX_TLS and open ports are the usual causes",
-    "scope": _SAME_SECRET,
-    "mac": _SAME_SECRET,
+    "scope": SAME,
+    "mac": SAME,
     "version": "run the same kvreturn-connector on both nodes",
     "no_digests": "run kvreturn-connector on the decode node",
     "groups": "this model has several KV cache groups, which cannot be proven: set proof to `off` for it",
@@ -60,14 +61,30 @@ class _Turn:
 
 
 async def probe_pairs(ctx: Context) -> list[Finding]:
-    """Probe pairs of nodes such that each node is in one at least."""
+    """Probe all pairs of nodes; of many, some such that each node is in one at least."""
     prefill = [n for n in ctx.nodes if n.side == "prefill" and n.connector in {"kvreturn", "stock"}]
     decode = [n for n in ctx.nodes if n.side == "decode" and n.connector in {"kvreturn", "stock"}]
     if not (prefill and decode):
         return [skipped("pair", "needs a prefill and a decode node that answer and have a NIXL connector")]
-    number = min(max(len(prefill), len(decode)), _PAIRS)
-    pairs = itertools.islice(zip(itertools.cycle(prefill), itertools.cycle(decode), strict=False), number)
-    return [f for each in await asyncio.gather(*(_findings(ctx, p, d) for p, d in pairs)) for f in each]
+    pairs, rest = choose([p.address for p in prefill], [d.address for d in decode])
+    by_address = {("p", p.address): p for p in prefill} | {("d", d.address): d for d in decode}
+    probes = (_findings(ctx, by_address["p", p], by_address["d", d]) for p, d in pairs)
+    findings = [f for each in await asyncio.gather(*probes) for f in each]
+    if rest:
+        names = ", ".join(f"{p} -> {d}" for p, d in rest[:_NAMED])
+        more = f" and {len(rest) - _NAMED} more" if len(rest) > _NAMED else ""
+        why = f"{len(rest)} of {len(pairs) + len(rest)} pairs were not probed: {names}{more}"
+        findings.append(skipped("pair", why, remedy="each of their nodes was probed in another pair"))
+    return findings
+
+
+def choose(prefill: Sequence[str], decode: Sequence[str]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Which pairs to probe, and which are left."""
+    number = max(len(prefill), len(decode))
+    cover = list(itertools.islice(zip(itertools.cycle(prefill), itertools.cycle(decode), strict=False), number))
+    pairs = [*cover, *(pair for pair in itertools.product(prefill, decode) if pair not in set(cover))]
+    probed = max(_PAIRS, min(number, _COVER))
+    return pairs[:probed], pairs[probed:]
 
 
 async def _findings(ctx: Context, p: Node, d: Node) -> list[Finding]:
@@ -165,6 +182,9 @@ class _Probe:
         check, proof = "secret", turn.handle.proof
         if proof is None:
             return skipped(check, "stock nodes have none", self._name)
+        known = of_handle(self._name, self._d.flags, self._ctx.settings, self._ctx.router_scope)
+        if known:
+            return known
         secret = self._ctx.settings.secret.get_secret_value().encode()
         same = wire.scope_tag(digest_seed(proof, secret, lora=self._model, cache_salt="")) == proof.scope
         try:
@@ -177,9 +197,9 @@ class _Probe:
                 what = "the decode node has a secret, the router has none"
             elif proof.mac is None:
                 what = "the router has a secret, the decode node has none"
-            return fail(check, what, _SAME_SECRET, self._name)
+            return fail(check, what, SAME, self._name)
         if not secret:
-            return warn(check, "none, on router and decode node: handles have no MAC", _SAME_SECRET, self._name)
+            return warn(check, "none, on router and decode node: handles have no MAC", SAME, self._name)
         return ok(check, "the same on router and decode node", self._name)
 
     async def _side_channel(self, turn: _Turn) -> AsyncIterator[Finding]:

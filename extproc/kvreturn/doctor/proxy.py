@@ -27,7 +27,12 @@ async def check_envoy(ctx: Context) -> list[Finding]:
     told = info.json()
     if info.status != OK or not isinstance(told, dict):
         remedy = "start Envoy (`kvreturn up`), or set envoy.admin to its admin port as it is reached from here"
-        return [fail("envoy", f"admin port {address}: {info.what}", remedy)]
+        if info.status or "admin" in ctx.settings.envoy.model_fields_set:
+            return [fail("envoy", f"admin port {address}: {info.what}", remedy)]
+        why = f"admin port {address} (the default): {info.what}. Envoy is elsewhere or does not run, see `gateway`"
+        remedy = "forward the port (`kubectl port-forward deploy/kvreturn-envoy 9901`), or run this in Envoy's network "
+        remedy += "(`docker run --network container:NAME`)"
+        return [skipped("envoy", why, remedy=remedy)]
     return [*_server(told), *_lint(ctx, dump), *_nodes(ctx, clusters)]
 
 

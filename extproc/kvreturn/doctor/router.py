@@ -1,41 +1,12 @@
 """Rules over the nodes' flags and the router's settings: what must fit."""
 
-import base64
 from collections.abc import Iterator, Sequence
 
 from kvreturn.config import Settings
-from kvreturn.core import wire
-from kvreturn.doctor.compare import names
 from kvreturn.doctor.flags import Flags
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 
 MARGIN = 5.0  # seconds before D's expiry from which vLLM declines a read
-
-
-def secrets(nodes: Sequence[Flags], settings: Settings) -> Iterator[Finding]:
-    """Each node's secret is the router's."""
-    check, secret = "flags.secret", settings.secret.get_secret_value().encode()
-    ours, none = _scope_of(secret), _scope_of(b"")
-    remedy = "set the same KVRETURN_SECRET (or `secret`) on the router and on all nodes"
-    good = []
-    for n in nodes:
-        if n.scope is None:
-            continue
-        if n.scope == ours:
-            good.append(n)
-        elif n.scope == none:
-            yield fail(check, "none, and the router has one", remedy, n.source)
-        else:
-            yield fail(
-                check, "another one than the router's" if secret else "one, and the router has none", remedy, n.source
-            )
-    if good:
-        yield ok(check, f"{'as the router has it' if secret else 'none, as at the router,'} at {names(good)}")
-
-
-def _scope_of(secret: bytes) -> str:
-    """What a node with this secret tells as `scope`."""
-    return base64.b64encode(wire.scope_tag(wire.chain_seed(secret))).decode()
 
 
 def ttls(nodes: Sequence[Flags], settings: Settings) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """All checks, in an order in which later ones know what earlier ones have found."""
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import kvreturn
 from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.doctor.agree import agree
+from kvreturn.doctor.alive import check_router
 from kvreturn.doctor.context import Context
 from kvreturn.doctor.flags import Flags
 from kvreturn.doctor.gateway import probe_gateway
@@ -20,8 +22,9 @@ from kvreturn.doctor.nodefiles import read_files
 from kvreturn.doctor.nodes import look
 from kvreturn.doctor.pair import probe_pairs, probe_stock
 from kvreturn.doctor.proxy import check_envoy
+from kvreturn.doctor.secret import shell
 from kvreturn.doctor.sessions import check_store
-from kvreturn.doctor.surroundings import check_fabric, check_otlp, check_router, check_settings
+from kvreturn.doctor.surroundings import check_fabric, check_otlp, check_settings
 from kvreturn.envoy.ports import reachable
 
 _LONGER = 10  # times a request's time: a probe of two turns is at most so many requests, one after the other
@@ -41,6 +44,7 @@ class Plan:
         seconds: for each check; a probe of several requests has so much for each of them.
         headers: for gateway and nodes.
         gateway: its base URL; Envoy's listener of the settings if left out.
+        workers: of the router, if it was started with another number than the settings have.
     """
 
     config: Path
@@ -50,6 +54,7 @@ class Plan:
     seconds: float = 5.0
     headers: Mapping[str, str] = field(default_factory=dict)
     gateway: str | None = None
+    workers: int | None = None
 
 
 async def diagnose(plan: Plan, progress: Progress = lambda _: None) -> Diagnosis:
@@ -60,10 +65,11 @@ async def diagnose(plan: Plan, progress: Progress = lambda _: None) -> Diagnosis
         progress: told what is being done.
     """
     begun = time.monotonic()
-    settings, findings = _config(plan.config, plan.environ)
+    settings, findings = _config(plan)
     flags, found = read_files(plan.node_files)
     findings += found
     if settings is None or plan.offline:
+        findings += shell(settings, None) if settings else []
         findings += agree(flags, settings, kvreturn.__version__)
         findings += await check_fabric(flags, plan.seconds, plan.environ)
         why = "--offline" if plan.offline else "the settings cannot be read"
@@ -79,13 +85,19 @@ async def diagnose(plan: Plan, progress: Progress = lambda _: None) -> Diagnosis
     return Diagnosis(findings, str(plan.config), plan.offline, time.monotonic() - begun)
 
 
-def _config(path: Path, environ: Mapping[str, str]) -> tuple[Settings | None, list[Finding]]:
+def _config(plan: Plan) -> tuple[Settings | None, list[Finding]]:
+    path = str(plan.config)
     try:
-        settings = load_settings(path, environ)
+        settings = load_settings(plan.config, plan.environ, {"workers": plan.workers} if plan.workers else {})
     except ConfigError as e:
         remedy = "correct it; README.md lists all settings"
-        return None, [fail("config", line, remedy, str(path)) for line in str(e).splitlines()]
-    return settings, [ok("config", "loads", str(path)), *check_settings(settings, environ)]
+        return None, [fail("config", _without(path, line), remedy, path) for line in str(e).splitlines()]
+    return settings, [ok("config", "loads", path), *check_settings(settings, plan.environ)]
+
+
+def _without(path: str, line: str) -> str:
+    """What is wrong with a file, without its name, which is shown before it anyway."""
+    return re.sub(r"^(\d+): ", r"line \1: ", line.removeprefix(f"{path}:").lstrip())
 
 
 async def _live(ctx: Context, from_files: Sequence[Flags], progress: Progress) -> list[Finding]:
@@ -103,7 +115,7 @@ async def _live(ctx: Context, from_files: Sequence[Flags], progress: Progress) -
     progress("flags")
     findings += await _bounded(ctx, "flags", _stock, _LONGER)
     known = [node.flags for node in ctx.nodes if node.flags]
-    findings += agree([*known, *from_files], ctx.settings, kvreturn.__version__)
+    findings += agree([*known, *from_files], ctx.settings, kvreturn.__version__, ctx.router_scope)
     findings += await check_fabric([*known, *from_files], ctx.seconds, ctx.environ)
     progress("a conversation with the nodes themselves")
     findings += await _bounded(ctx, "pair", probe_pairs, _LONGER)

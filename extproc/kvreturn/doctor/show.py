@@ -9,10 +9,11 @@ from kvreturn.doctor.model import Diagnosis, Finding, Status
 _COLOURS = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "red", Status.SKIPPED: "cyan"}
 
 
-def lines(diagnosis: Diagnosis, *, colour: bool) -> Iterator[str]:
-    """The lines, without their ends."""
-    width = max((len(f.check) for f in diagnosis.findings), default=0)
-    for finding in diagnosis.findings:
+def lines(diagnosis: Diagnosis, *, colour: bool, quiet: bool = False) -> Iterator[str]:
+    """The lines, without their ends; if `quiet`, only of what warns or fails."""
+    shown = [f for f in diagnosis.findings if not quiet or f.status in {Status.WARN, Status.FAIL}]
+    width = max((len(f.check) for f in shown), default=0)
+    for finding in shown:
         yield _line(finding, width, colour=colour)
     counts = ", ".join(f"{number} {status}" for status, number in diagnosis.counts.items())
     yield f"{diagnosis.status}: {counts}, in {diagnosis.seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""The router, and what is around it on this machine: telemetry, transports, the environment."""
+"""What is around the router on this machine: telemetry, transports, the environment."""
 
 import asyncio
 import contextlib
@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from kvreturn.config import Settings
-from kvreturn.core.address import split_address
-from kvreturn.doctor.context import OK, Context
+from kvreturn.doctor.context import Context
 from kvreturn.doctor.flags import Flags
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
-from kvreturn.envoy.ports import reachable
 from kvreturn.telemetry.environment import TelemetryError
 from kvreturn.telemetry.tracing import Tracing
 
@@ -24,10 +22,6 @@ _EFA = {"LIBFABRIC", "OFI"}  # NIXL backends that reach EFA
 def check_settings(settings: Settings, environ: Mapping[str, str]) -> list[Finding]:
     """What in the settings and in the environment deserves a second thought."""
     findings = []
-    if not settings.secret.get_secret_value():
-        what = "no secret: fingerprints use a key of the process, so that a restart forgets all sessions"
-        remedy = "set KVRETURN_SECRET, the same on the router and on all nodes"
-        findings.append(warn("config.secret", what, remedy))
     if settings.tenant_header is None:
         what = "no tenant_header: tenants are told apart by credential, and callers without one are one tenant"
         findings.append(ok("config.tenants", what))
@@ -36,42 +30,7 @@ def check_settings(settings: Settings, environ: Mapping[str, str]) -> list[Findi
     if environ.get("PYTHONHASHSEED", "random") == "0" or not sys.flags.hash_randomization:
         what = "PYTHONHASHSEED=0 in this environment: clients could choose member names that make the router slow"
         findings.append(warn("config.hash_seed", what, "unset it for the router"))
-    else:
-        findings.append(ok("config.hash_seed", "hashes are randomised"))
     return findings
-
-
-async def check_router(ctx: Context) -> list[Finding]:
-    """Whether the router, or each of its workers, listens, and its admin port answers."""
-    workers = [ctx.settings.worker(i) for i in range(ctx.settings.workers)]
-    return [f for each in await asyncio.gather(*(_check_worker(ctx, w.listen, w.admin) for w in workers)) for f in each]
-
-
-async def _check_worker(ctx: Context, listen: str, admin: str | None) -> list[Finding]:
-    remedy = "start it (`kvreturn up`, `kvreturn serve`), or run this on its machine"
-    error = await _listens(ctx, reachable(listen))
-    findings = [fail("router", error, remedy, listen) if error else ok("router", "listens", listen)]
-    if admin is None:
-        findings.append(skipped("router.admin", "`admin` is null: no metrics, no health", listen))
-        return findings
-    answer = await ctx.get(f"http://{reachable(admin)}/healthz")
-    if answer.status == OK:
-        findings.append(ok("router.admin", "answers", admin))
-    else:
-        findings.append(warn("router.admin", answer.what, remedy, admin))
-    return findings
-
-
-async def _listens(ctx: Context, address: str) -> str:
-    if not address.startswith("unix:"):
-        return await ctx.connects(*split_address(address))
-    try:
-        async with asyncio.timeout(ctx.seconds):
-            _, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
-    except (OSError, TimeoutError) as e:
-        return str(getattr(e, "strerror", "") or "no answer").lower()
-    writer.close()
-    return ""
 
 
 async def check_otlp(ctx: Context) -> list[Finding]:

@@ -127,6 +127,7 @@ def _section(world: World) -> Handler:
         "pools": lambda: view.pools(world),
         "returns": lambda: view.returns(world),
         "config": lambda: view.config(world.settings),
+        "about": lambda: view.about(world.settings),
     }
 
     async def handler(request: web.Request) -> web.StreamResponse:

@@ -9,6 +9,7 @@ from typing import Any
 from kvreturn import __version__
 from kvreturn.config import Settings
 from kvreturn.core.fingerprint import keyed_hash
+from kvreturn.core.handle import secret_scope
 from kvreturn.core.outcome import FRESH, REUSED
 from kvreturn.core.ports import Holding
 from kvreturn.server.board import STEP, TurnView
@@ -192,6 +193,11 @@ async def state(world: World) -> JSON:
         "store": await store(world),
         "returns": returns(world),
     }
+
+
+def about(settings: Settings) -> JSON:
+    """What runs here. `scope` tells its secret from another one, as nodes tell theirs (docs/handle-format.md)."""
+    return {"version": __version__, "scope": secret_scope(settings.secret.get_secret_value().encode())}
 
 
 def config(settings: Settings) -> list[JSON]:

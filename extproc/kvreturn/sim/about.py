@@ -1,12 +1,11 @@
 """What a simulated node with our connector tells of itself (docs/handle-format.md, `about`)."""
 
-import base64
 import os
 import time
 from typing import Any
 
 from kvreturn import __version__
-from kvreturn.core import wire
+from kvreturn.core.handle import secret_scope
 from kvreturn.sim.config import NodeConfig
 from kvreturn.sim.fabric import Address
 
@@ -37,7 +36,7 @@ def about(config: NodeConfig, side: Address) -> dict[str, Any]:
         "pp": 1,
         "backends": ["UCX"],
         "ucx_tls": None,
-        "scope": base64.b64encode(wire.scope_tag(wire.chain_seed(config.secret))).decode(),
+        "scope": secret_scope(config.secret),
         "hash_seed": os.environ.get("PYTHONHASHSEED"),
         "side_host": side.host,
         "side_port": side.port,

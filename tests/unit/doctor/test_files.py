@@ -156,6 +156,24 @@ def test_what_is_wrong_with_the_settings_is_named(
     assert any(s == status and finding in f for s, f, _ in found[check]), found[check]
 
 
+def test_a_path_is_shown_once_and_the_line_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "kvreturn.yaml"
+    for text, shown in ((None, "No such file or directory"), ("pools:\n  prefill: 3\n", "line 2: pools.prefill: ")):
+        if text:
+            path.write_text(text)
+        ran = CliRunner().invoke(main, ["doctor", "--offline", "--config", str(path)])
+        first = next(line for line in ran.stdout.splitlines() if line.split()[:2] == ["fail", "config"])
+        assert f"{path}: {shown}" in first
+        assert first.count(str(path)) == 1
+
+
+def test_quiet_shows_what_warns_or_fails_and_the_sums(tmp_path: Path) -> None:
+    path = tmp_path / "kvreturn.yaml"
+    path.write_text(yaml.safe_dump({**SETTINGS, "secret": ""}))
+    ran = CliRunner().invoke(main, ["doctor", "--offline", "--quiet", "--config", str(path)])
+    assert [line.split()[:2] for line in ran.stdout.splitlines()] == [["warn", "config.secret"], ["warn:", "2"]]
+
+
 def test_a_seed_that_makes_hashes_known_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert doctor(tmp_path)[1]["config.hash_seed"][0][0] == "warn"

@@ -25,6 +25,7 @@ from support.nodes import FakePrefill, prefill_params
 from support.redis import needs_redis, server
 
 LEAK = {"choices": [{"text": "x"}], "kv_transfer_params": prefill_params()}
+UNSIGNED_P, UNSIGNED_D = replace(P, secret=b""), replace(D, secret=b"")
 STOCK_P, STOCK_D = replace(P, connector="stock", secret=b""), replace(D, connector="stock", secret=b"")
 
 
@@ -35,12 +36,15 @@ STOCK_P, STOCK_D = replace(P, connector="stock", secret=b""), replace(D, connect
         (P, D, {}, "flags.secret", "ok", "as the router has it"),
         (P, replace(D, secret=b""), {}, "flags.secret", "fail", "none, and the router has one"),
         (P, replace(D, secret=b"another"), {}, "flags.secret", "fail", "another one than the router's"),
-        (P, D, {"secret": ""}, "flags.secret", "fail", "one, and the router has none"),
-        (replace(P, secret=b""), replace(D, secret=b""), {}, "secret", "fail", "the decode node has none"),
+        (P, D, {"secret": ""}, "flags.secret", "fail", "one and the same on all nodes, and these settings have none"),
+        (UNSIGNED_P, UNSIGNED_D, {}, "flags.secret", "warn", "could search for prompts with another one's digests"),
+        (UNSIGNED_P, UNSIGNED_D, {}, "proof", "ok", "read back"),
+        (UNSIGNED_P, UNSIGNED_D, {"proof": "router"}, "flags.secret", "fail", "signed handles only"),
+        (UNSIGNED_P, UNSIGNED_D, {"return": "eager"}, "flags.secret", "fail", "not sent back eagerly"),
         (P, replace(D, secret=b"another"), {}, "streams", "fail", "leaves no handle"),
-        (replace(P, secret=b"x"), replace(D, secret=b"x"), {}, "secret", "fail", "another secret than the router"),
-        (replace(P, secret=b""), replace(D, secret=b""), {"secret": ""}, "secret", "warn", "none"),
-        (P, D, {"secret": ""}, "secret", "fail", "the router has none"),
+        (replace(P, secret=b"x"), replace(D, secret=b"x"), {}, "flags.secret", "fail", "settings have another"),
+        (replace(P, secret=b"x"), replace(D, secret=b"x"), {}, "secret", "skipped", "see the check `flags.secret`"),
+        (UNSIGNED_P, UNSIGNED_D, {"secret": ""}, "secret", "warn", "none"),
         (P, replace(D, bidirectional=False), {}, "flags.bidirectional_kv_xfer", "fail", "leave no handle"),
         (P, replace(D, bidirectional=False), {}, "streams", "fail", "leaves no handle"),
         (replace(P, bidirectional=False), D, {}, "proof", "fail", "disabled"),
@@ -64,7 +68,7 @@ STOCK_P, STOCK_D = replace(P, connector="stock", secret=b""), replace(D, connect
         (replace(P, role="single", connector="stock"), D, {}, "pair", "skipped", "needs a prefill and a decode node"),
         (replace(P, model="a"), replace(D, model="b"), {}, "models", "fail", "no model is served by all"),
         (replace(P, aliases=("also",)), D, {}, "models", "warn", "also: not on all nodes"),
-        (replace(P, prefix_caching=False), D, {}, "flags.prefix_caching", "warn", "moves or computes"),
+        (replace(P, prefix_caching=False), D, {}, "flags.prefix_caching", "warn", "what is not read back is computed"),
         (replace(P, prefix_caching=False), D, {"return": "eager"}, "flags.prefix_caching", "fail", "nothing stays"),
         (P, D, {"limits": {"min_tokens": 1}}, "flags.kv_recompute_threshold", "warn", "spent unread"),
     ],

@@ -26,7 +26,7 @@ from support.turns import compact
 
 HEADERS = {"content-type": "application/json", "authorization": "Bearer s3cr3t", "x-session-id": "sess-of-mine"}
 END = Response(decode_events(params=handle()), node=DECODE)
-SECTIONS = ("state", "reuse", "turns", "pools", "store", "returns", "config", "sessions")
+SECTIONS = ("state", "reuse", "turns", "pools", "store", "returns", "config", "about", "sessions")
 
 
 @contextlib.asynccontextmanager
