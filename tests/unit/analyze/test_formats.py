@@ -160,13 +160,15 @@ def test_no_line_whatever_is_in_it_stops_the_analysis_or_hides_a_good_one(rows: 
 def test_a_turn_log_line_tells_what_the_router_measured() -> None:
     text = (
         "2026-01-01 12:00:00,123 INFO kvreturn.turn outcome=below_threshold(short) api=chat model=m status=200 "
-        "prompt=120 read=- local=80 prefill_ms=12.5 first_token_ms=30.1 retries=0 fallback=False captured=True"
+        "prompt=120 read=- local=80 prefill_ms=12.5 first_token_ms=30.1 retries=0 fallback=False captured=True "
+        "prefill_node=10.0.0.1:8000 decode_node=- request=0a4f"
     )
     assert read(text) == Measured(Outcome.BELOW_THRESHOLD, prompt=120, read=None, local=80)
 
 
 def test_a_turn_log_line_in_json_tells_the_same() -> None:
     line = {"ts": "2026-01-01T12:00:00.123+00:00", "level": "info", "logger": "kvreturn.turn", "outcome": "hit"}
+    line |= {"prefill_node": "10.0.0.1:8000", "request": "0a4f"}
     assert read({**line, "detail": "x", "model": "m", "prompt": 120, "read": 96}) == Measured(
         Outcome.HIT, 120, 96, None
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvreturn.config import ConfigError, Settings
+from kvreturn.config import SECRET_ENV, ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.envoy import bootstrap, protos
 from kvreturn.envoy.lint import lint
@@ -320,6 +320,14 @@ def test_with_endpoints_from_a_router_no_node_stands_in_it_and_no_rule_is_broken
         told = cluster(name, made_of)
         assert told.type == cluster_pb.ClusterDiscoveryType.EDS
         assert told.ignore_health_on_host_removal
+
+
+def test_the_two_routers_of_the_example_share_all_but_where_they_listen() -> None:
+    a, b = (load_settings(ROOT / f"examples/two-routers/{name}.yaml", {SECRET_ENV: "s"}) for name in "ab")
+    assert bootstrap.render(a) == bootstrap.render(b)
+    assert a.envoy.routers == [a.listen, b.listen]
+    assert len({*a.listens().values(), *b.listens().values()}) == len(a.listens()) + 2
+    assert a == b.model_copy(update={"listen": a.listen, "admin": a.admin})
 
 
 def test_the_protos_come_without_pydantics_warnings() -> None:
