@@ -34,7 +34,7 @@ def broken_rules(shipped: str, change: Any) -> set[str]:  # noqa: ANN401 - as `f
 
 
 def filters(bootstrap: Json) -> list[Json]:
-    """Those of the client listener: ours is the first, Envoy's router the last."""
+    """Those of the client listener: the second is ours, the last Envoy's router."""
     found: list[Json] = client_manager(bootstrap)["http_filters"]
     return found
 
@@ -69,12 +69,12 @@ def second_ext_proc(address: str, **mode: str) -> Any:  # noqa: ANN401 - as `fro
         }
         resources["clusters"].append(cluster)
         config = {
-            "@type": chain[0]["typed_config"]["@type"],
+            "@type": chain[1]["typed_config"]["@type"],
             "grpc_service": {"envoy_grpc": {"cluster_name": "other"}},
             "processing_mode": mode,
             "message_timeout": "10s",  # the default is too little for a busy machine
         }
-        chain.insert(1, {"name": "other", "typed_config": config})
+        chain.insert(2, {"name": "other", "typed_config": config})
 
     return change
 
@@ -160,7 +160,7 @@ async def test_032_a_decompressor_belongs_before_our_filter(shipped: str) -> Non
         filters(bootstrap).insert(0, {"name": "decompressor", "typed_config": config})
 
     def behind(bootstrap: Json) -> None:
-        filters(bootstrap).insert(1, {"name": "decompressor", "typed_config": config})
+        filters(bootstrap).insert(2, {"name": "decompressor", "typed_config": config})
 
     async with scripted(shipped, compressed, None, before) as (there, p, _):
         answer = await there.post(CHAT, gzip.compress(chat("Hi")), content_encoding="gzip")

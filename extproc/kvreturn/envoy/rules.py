@@ -173,6 +173,22 @@ def _router_health(s: Subject) -> Iterator[Finding]:
         yield f"clusters.{name}", what
 
 
+@_rule("p-readiness")
+def _readiness(s: Subject) -> Iterator[Finding]:
+    asked = {
+        name
+        for f in s.chain.filters
+        if is_type(f.get("typed_config", {}), "health_check.v3.HealthCheck")
+        for name in f["typed_config"].get("cluster_min_healthy_percentages", {})
+    }
+    for name in sorted(asked & s.clusters.keys()):
+        if not s.clusters[name].get("health_checks"):
+            yield (
+                f"clusters.{name}",
+                "no health_checks: who asks Envoy whether it can serve hears that all are up; add one",
+            )
+
+
 @_rule("28-mutation-rules")
 def _mutation_rules(s: Subject) -> Iterator[Finding]:
     rules = s.config.get("mutation_rules", {})

@@ -48,6 +48,7 @@ def http_filter(kind: str, cluster: str = "", more: str = "") -> str:
     return f"                  - {{name: {kind}, typed_config: {{{config}{call}{more}}}}}\n"
 
 
+READINESS = http_filter("health_check.v3.HealthCheck", more=", cluster_min_healthy_percentages: {kvreturn: {value: 1}}")
 REQUESTS_ONLY = ", response_direction_config: {common_config: {enabled: {default_value: false}}}"
 EXT_PROC = "ext_proc.v3.ExternalProcessor"
 OTHER_FULL_DUPLEX = http_filter(
@@ -126,6 +127,7 @@ BREAKS: list[tuple[str, list[tuple[str, str]]]] = [
     ("27-router-retries", [(SERVICE, f"{SERVICE[:-2]}, retry_policy: {{retry_on: unavailable}}}}}}")]),
     ("129-router-health", [(ROUTER_ENDPOINT, ROUTER_ENDPOINT + ROUTER_ENDPOINT.replace("9090", "9092"))]),
     ("129-router-health", [(ROUTER_ENDPOINT, ROUTER_ENDPOINT.replace("127.0.0.1", "kvreturn.svc"))]),
+    ("p-readiness", [(HTTP, HTTP + READINESS)]),
     ("28-mutation-rules", [config("mutation_rules: {allow_all_routing: true}")]),
     ("28-mutation-rules", [config("mutation_rules: {allow_envoy: true}")]),
     ("28-mutation-rules", [config("mutation_rules: {disallow_all: true}")]),
@@ -217,6 +219,10 @@ KEEPS: dict[str, list[tuple[str, str]]] = {
     ],
     "several routers whose health is checked": [
         (ROUTER_ENDPOINT, ROUTER_ENDPOINT + ROUTER_ENDPOINT.replace("9090", "9092")),
+        ("- name: kvreturn\n", "- name: kvreturn\n      health_checks: [{grpc_health_check: {}}]\n"),
+    ],
+    "readiness by clusters whose health is checked": [
+        (HTTP, HTTP + READINESS),
         ("- name: kvreturn\n", "- name: kvreturn\n      health_checks: [{grpc_health_check: {}}]\n"),
     ],
     "mutation rules that concern neither side": [
