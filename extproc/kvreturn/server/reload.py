@@ -118,7 +118,10 @@ class Reloader:
         while True:
             await asyncio.sleep(interval)
             before, stat = stat, _stat(path)
-            self._look(path, gone=stat is None and before is None)
+            gone = stat is None and before is None
+            self._look(path, gone=gone)
+            if gone:
+                text = None  # when it is back it is read, whatever it holds: a reload may have failed meanwhile
             if stat is None or stat != before:
                 continue  # it is being replaced
             now = _text(path)

@@ -10,7 +10,8 @@ from support.harness import DECODE, harness
 @pytest.mark.parametrize(
     ("kind", "address"), [("decode", DECODE), ("prefill", "10.0.0.3:8100"), ("decode", "[fd00::7]:8200")]
 )
-async def test_a_node_drains_until_it_is_taken_back(kind: str, address: str) -> None:
+async def test_a_node_drains_until_it_is_taken_back(kind: str, address: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     router = harness(pools={"prefill": ["10.0.0.1:8100", "10.0.0.3:8100"], "decode": [DECODE, "[fd00::7]:8200"]})
     pool = router.world.decode if kind == "decode" else router.world.prefill
     pool.started(address, 7)
@@ -22,6 +23,10 @@ async def test_a_node_drains_until_it_is_taken_back(kind: str, address: str) -> 
                 assert await answer.json() == {"address": address, "state": state, "load": 7}
             assert pool.states()[address] == state
         assert router.metric("nodes", pool=kind, state="up") == 2
+    assert [r.getMessage() for r in caplog.records if r.name == "kvreturn.pool"] == [
+        f"{kind} node {address} drains until this process restarts or is told otherwise",
+        f"{kind} node {address} drains no longer",
+    ]
 
 
 @pytest.mark.parametrize(

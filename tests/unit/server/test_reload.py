@@ -298,8 +298,14 @@ async def test_a_file_is_reloaded_when_its_content_changes(file: File, caplog: p
         file.write(proof="nonsense")
         await settled(file, applied=2, refused=1)
         assert not any(gone in told for told in view.trouble(file.router.world))
+        file.path.unlink()
+        await settled(file, applied=2, refused=1)
+        file.reloader.reload()
+        file.write(proof="router")  # as it was
+        await settled(file, applied=2, refused=2, unchanged=1)
+        assert view.trouble(file.router.world) == []
         file.write(proof="off")
-        await settled(file, applied=3, refused=1)
+        await settled(file, applied=3, refused=2, unchanged=1)
 
 
 async def test_a_file_that_is_being_written_is_not_looked_at(file: File) -> None:
