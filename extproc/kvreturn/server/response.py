@@ -12,7 +12,7 @@ from kvreturn.server.messages import (
     Headers,
     Message,
     body_answer,
-    replaced,
+    replace,
     streamed,
 )
 
@@ -98,12 +98,14 @@ class ResponseSide:
             return streamed(out, response=True, end=message.end_of_stream)
         if out == data:
             return [CONTINUE_RESPONSE_BODY]
-        common = CommonResponse(body_mutation=replaced(out))
+        answer = body_answer(response=True, common=CommonResponse())
+        common = answer.response_body.response
+        replace(common, out)
         if self._buffered:
             mutation = Headers(set={"content-length": str(len(out))}).mutation()
             assert mutation
             common.header_mutation.CopyFrom(mutation)
-        return [body_answer(response=True, common=common)]
+        return [answer]
 
     def trailers(self) -> list[Message]:
         """Trailers end the body. In STREAMED mode there is no message left that could carry what was held back.
