@@ -13,6 +13,7 @@ from kvreturn.cli.options import log_format
 from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.server.app import ListenError, check_free, serve
+from kvreturn.server.eventloop import run
 from kvreturn.server.supervisor import REFUSED, Supervisor, SupervisorError
 from kvreturn.telemetry.environment import TelemetryError
 from kvreturn.telemetry.logs import Format, configure
@@ -53,7 +54,7 @@ def command(
         if worker is None and settings.workers > 1:
             asyncio.run(_supervise(settings, load))
         else:
-            asyncio.run(serve(settings, load, worker=worker, watch=path if watch else None))
+            run(serve(settings, load, worker=worker, watch=path if watch else None))
     except (ConfigError, ListenError, TelemetryError, SupervisorError) as e:
         raise (click.ClickException if worker is None else _RefusedError)(str(e)) from None
 
