@@ -22,6 +22,8 @@ _STYLES = {
     "vllm-router": ("#9a63c4", "v"),
 }
 
+_OVER = "#d64545"
+
 
 def loads_svg(run: Run, figures: Figures) -> str:
     """How each grows with the load: delay, CPU, memory."""
@@ -68,6 +70,8 @@ def _by_load(axes: Axes, run: Run, figures: Figures, what: Callable[[LoadFigures
         colour, marker = _STYLES[name]
         found = [f for f in figures.loads if f.candidate == name]
         axes.plot([f.streams for f in found], [what(f).value for f in found], f"{marker}-", color=colour, label=label)
+    over = [f for f in figures.loads if f.survived < 1]
+    axes.plot([f.streams for f in over], [what(f).value for f in over], "x", color=_OVER, label="overload")
     streams = sorted({f.streams for f in figures.loads})
     axes.set(xscale="log", xlabel="streams of 30 tokens per second")
     axes.set_xticks(streams, [str(n) for n in streams])

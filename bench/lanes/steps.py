@@ -30,7 +30,7 @@ from kvreturn.upstream.pool import Pool
 STEPS: list[tuple[Any, str, str]] = [
     (Exchange, "_request_headers", "headers"),
     (Exchange, "_request_body", "in all"),
-    (Turn, "_read", "read, fingerprint"),
+    (Turn, "_read", "read"),
     (World, "take", "take"),
     (Pool, "choose", "choose"),
     (PrefillClient, "_post", "P leg"),

@@ -97,7 +97,8 @@ def _waterfall(size: int, exchanges: list[list[tuple[str, float, float]]], ttft:
         # The first of several; what is before the headers is the end of the turn before.
         steps = {step: (begin, end) for step, begin, end in reversed(noted) if begin >= starts[0]}
         start, opened = steps["headers"]
-        steps["body"] = (opened, steps["in all"][0])
+        whole = steps["in all"][0]
+        steps["body"], steps["read, fingerprint"] = (opened, whole), (whole, steps["read"][1])
         answered = steps["answer"][0]
         steps["answer"] = (answered, min(end for step, begin, end in noted if step == "serialise" and begin > answered))
         for step in _ORDER:
