@@ -5,7 +5,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE NOTICE ./
 COPY extproc extproc
 RUN python -m venv /opt/kvreturn \
- && /opt/kvreturn/bin/pip install --no-cache-dir -c constraints.txt '.[otlp,redis]' envoy-data-plane \
+ && /opt/kvreturn/bin/pip install --no-cache-dir -c constraints.txt '.[otlp,redis,uvloop]' envoy-data-plane \
  && /opt/kvreturn/bin/pip uninstall --yes pip \
  && install -d -o 10001 -g 10001 /out/bootstrap
 

@@ -2,9 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+ROUTER_STAMP := .venv-vllm-router/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo engine test test-engine clients test-clients replay fuzz chaos soak scale lint format proto docs clean
+.PHONY: help bench bench-short demo engine test test-engine clients test-clients replay fuzz chaos soak scale lint
+.PHONY: format proto docs clean
 
 help:  ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -42,6 +44,19 @@ fuzz: $(STAMP)  ## The fuzz targets for SECONDS (600) together, guided by covera
 
 chaos: $(STAMP)  ## Kill, restart and pause everything under 50 conversations, real Envoy and Redis (5 minutes at most)
 	@$(BIN)/python bench/chaos.py $(ARGS)
+
+bench: $(STAMP) $(ROUTER_STAMP)  ## Plain Envoy, our lanes, vLLM's proxy and vllm-router side by side; bench/report.html (15 minutes)
+	-@$(BIN)/python scripts/fetch_vllm_scripts.py disagg_proxy_multiturn.py
+	@$(BIN)/python bench/compare.py $(ARGS)
+
+bench-short: $(STAMP) $(ROUTER_STAMP)  ## The same in small (3 minutes)
+	-@$(BIN)/python scripts/fetch_vllm_scripts.py disagg_proxy_multiturn.py
+	@$(BIN)/python bench/compare.py --short $(ARGS)
+
+$(ROUTER_STAMP):
+	$(PYTHON) -m venv .venv-vllm-router
+	-.venv-vllm-router/bin/python -m pip install --quiet --disable-pip-version-check vllm-router
+	@touch $@
 
 soak: $(STAMP)  ## Conversations at half load for MINUTES (30): memory, descriptors and streams of the routers
 	@$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),30) $(ARGS)

@@ -13,6 +13,7 @@ from kvreturn.cli.options import LoggedError, log_format
 from kvreturn.config import ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.server.app import ListenError, check_free, serve
+from kvreturn.server.eventloop import run
 from kvreturn.server.supervisor import REFUSED, Supervisor, SupervisorError
 from kvreturn.store.factory import check_installed
 from kvreturn.telemetry.environment import TelemetryError
@@ -55,7 +56,7 @@ def command(
         if worker is None and settings.workers > 1:
             asyncio.run(_supervise(settings, load))
         else:
-            asyncio.run(serve(settings, load, worker=worker, watch=path if watch else None))
+            run(serve(settings, load, worker=worker, watch=path if watch else None))
     except (ConfigError, ListenError, TelemetryError, SupervisorError) as e:
         raise (LoggedError if worker is None else _RefusedError)(str(e), log_format) from None
 

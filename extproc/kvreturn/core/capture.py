@@ -1,18 +1,19 @@
 """Takes the handle out of D's response as it passes, and collects what the client sees of the answer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from kvreturn.core.api.base import Answer
 from kvreturn.core.handle import PARAMS
 from kvreturn.core.ids import Ids, TokenIds, take_ids
 from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
-from kvreturn.core.sse import Event, SSEDecoder, event_end, split_events
+from kvreturn.core.sse import Event, SSEDecoder, event_data, event_end, split_events
 from kvreturn.core.strip import MemberStripper
 
 # Transfer parameters of the KV cache and of the encoder cache: both name nodes, neither is a client's business.
 HIDDEN = (PARAMS, "ec_transfer_params")
 _NEEDLES = tuple(b'"' + name.encode() + b'"' for name in HIDDEN)
+_NEEDLE = b'_transfer_params"'  # ends all of them: one look tells of nearly every event that it has none
 _NESTED = ("response", "message")  # events of /v1/responses and /v1/messages have the whole object below these
 _FOLD = 1 << 16  # bytes of events that are kept before they are parsed in one go
 _IDENTITY = {"id", "object", "created", "model", "choices", "system_fingerprint", "service_tier"}
@@ -111,9 +112,8 @@ class StreamCapture:
         unread, self._unread, self._unread_bytes = self._unread, [], 0
         try:
             for text in unread:
-                for event in split_events(text):
-                    if event.data is not None:
-                        _read(self._answer, event.data, stream=True)
+                for data in event_data(text):
+                    _read(self._answer, data, stream=True)
         except Exception as e:  # noqa: BLE001 - as in `_events`
             self._fail(e)
 
@@ -132,7 +132,7 @@ class StreamCapture:
         return self._strip(text + self._decoder.flush())
 
     def _rewritten(self, text: bytes) -> bytes:
-        if not self._dropped and not any(needle in text for needle in _NEEDLES):
+        if not self._dropped and _NEEDLE not in text:
             return text
         return b"".join([self._event(event) for event in split_events(text)])
 
@@ -308,5 +308,5 @@ def _read(answer: Answer, data: bytes, *, stream: bool) -> None:
         obj = loads(data)
     except JSONTextError:
         return  # `[DONE]`, or an event that went on as it was
-    if isinstance(obj, Mapping):
+    if isinstance(obj, dict):
         answer.read(obj, stream=stream)

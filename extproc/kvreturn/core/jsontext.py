@@ -239,11 +239,12 @@ def _name(literal: bytes) -> str:
 
 
 def _apply(text: bytes, cuts: Iterable[tuple[int, int, bytes]]) -> bytes:
-    parts, at = [], 0
+    parts: list[bytes | memoryview] = []
+    view, at = memoryview(text), 0  # so that what stays is copied once
     for start, end, new in cuts:
-        parts += [text[at:start], new]
+        parts += [view[at:start], new]
         at = end
-    return b"".join([*parts, text[at:]])
+    return b"".join([*parts, view[at:]])
 
 
 def _short(error: Exception) -> str:

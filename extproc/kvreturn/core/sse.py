@@ -5,6 +5,7 @@ line ends an event, a colon begins a comment, one space after a field's colon is
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Atomic, or the CR and the LF of one CRLF would count as two line ends.
@@ -124,6 +125,15 @@ def split_events(text: bytes) -> list[Event]:
     if at < len(text):
         events.append(_event(text[at:]))
     return events
+
+
+def event_data(text: bytes) -> Iterable[bytes]:
+    """The data of all of these events that have some: as `split_events` has it, but quicker."""
+    lines = text.split(b"\n\n")
+    # What vLLM sends: events of one line each.
+    if b"\r" not in text and all(line.startswith(b"data: ") and b"\n" not in line for line in lines if line):
+        return [line[len(b"data: ") :] for line in lines if line]
+    return [event.data for event in split_events(text) if event.data is not None]
 
 
 def _event(raw: bytes) -> Event:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -182,6 +183,10 @@ async def serve(
         reloader = Reloader(router.world, load, settings)
         loop.add_signal_handler(signal.SIGHUP, reloader.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
+        # What starting made is here to stay. To look through it again and again would take the garbage collector 35 ms
+        # each time, for which all streams stand still.
+        gc.collect()
+        gc.freeze()
         watching = asyncio.create_task(reloader.watch(watch)) if watch else None
         log.info("listening on %s", own.listen)
         await stop.wait()

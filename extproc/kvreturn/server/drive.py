@@ -16,8 +16,8 @@ from kvreturn.telemetry.tracing import fail
 
 T = TypeVar("T")
 # A body of this size is worked on in a thread: parsing and digesting take milliseconds per megabyte, for which all
-# other streams of this process would stand still.
-_LARGE = 256 * 1024
+# other streams of this process would stand still. Once that is done, splicing takes a tenth of it.
+_LARGE, _HUGE = 256 * 1024, 4 << 20
 
 
 async def drive(
@@ -46,7 +46,9 @@ async def drive(
 
     try:
         while True:
-            effect, decision = await _apart(step, len(body))
+            # Where the router proves, it digests the prompt's tokens too.
+            parses = result is None or turn.policy.proof == "router"
+            effect, decision = await _apart(step, len(body), _LARGE if parses else _HUGE)
             if decision is not None:
                 return decision
             if isinstance(effect, Take):
@@ -78,5 +80,5 @@ async def scrub(body: bytes, headers: Mapping[str, str]) -> Forward | Refuse:
     return await _apart(lambda: scrubbed(body, headers), len(body))
 
 
-async def _apart(work: Callable[[], T], size: int) -> T:
-    return await asyncio.to_thread(work) if size > _LARGE else work()
+async def _apart(work: Callable[[], T], size: int, limit: int = _LARGE) -> T:
+    return await asyncio.to_thread(work) if size > limit else work()

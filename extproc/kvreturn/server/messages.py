@@ -100,9 +100,17 @@ def body_answer(*, response: bool, common: CommonResponse) -> ProcessingResponse
     return ProcessingResponse(response_body=answer) if response else ProcessingResponse(request_body=answer)
 
 
-def replaced(body: bytes) -> BodyMutation:
-    """Replace a body message's bytes (all modes but full duplex)."""
-    return BodyMutation(body=body) if body else BodyMutation(clear_body=True)
+def replace(common: CommonResponse, body: bytes) -> None:
+    """Replace a body message's bytes (all modes but full duplex).
+
+    Args:
+        common: of the answer, in its place there: a message that is put into another one is copied, with the body.
+        body: the new bytes.
+    """
+    if body:
+        common.body_mutation.body = body
+    else:
+        common.body_mutation.clear_body = True
 
 
 def streamed(body: bytes, *, response: bool, end: bool) -> list[Message]:
@@ -198,5 +206,6 @@ CONTINUE_REQUEST_BODY = body_answer(response=False, common=CommonResponse()).Ser
 CONTINUE_RESPONSE_BODY = body_answer(response=True, common=CommonResponse()).SerializeToString()
 CONTINUE_REQUEST_TRAILERS = ProcessingResponse(request_trailers=TrailersResponse()).SerializeToString()
 CONTINUE_RESPONSE_TRAILERS = ProcessingResponse(response_trailers=TrailersResponse()).SerializeToString()
-CLEAR_REQUEST_BODY = body_answer(response=False, common=CommonResponse(body_mutation=replaced(b""))).SerializeToString()
-CLEAR_RESPONSE_BODY = body_answer(response=True, common=CommonResponse(body_mutation=replaced(b""))).SerializeToString()
+_CLEAR = CommonResponse(body_mutation=BodyMutation(clear_body=True))
+CLEAR_REQUEST_BODY = body_answer(response=False, common=_CLEAR).SerializeToString()
+CLEAR_RESPONSE_BODY = body_answer(response=True, common=_CLEAR).SerializeToString()

@@ -18,7 +18,7 @@ from kvreturn.server.messages import (
     Message,
     body_answer,
     headers_answer,
-    replaced,
+    replace,
     streamed,
     with_metadata,
 )
@@ -47,7 +47,8 @@ class RequestSide:
         self.mode = config.request_body_mode
         self.complete = False
         self._limit = limit
-        self._body = bytearray()
+        self._body: list[bytes] = []  # as it came: most are of one piece, and large ones not to be copied
+        self._size = 0
         self._waits = self.mode == Mode.FULL_DUPLEX_STREAMED or (
             self.mode == Mode.STREAMED and config.send_body_without_waiting_for_header_response
         )
@@ -79,8 +80,9 @@ class RequestSide:
         if self.complete:
             # Envoy can send a second message with end_of_stream for bodies over about 1 MB (envoy#46237).
             return [] if self.mode == Mode.FULL_DUPLEX_STREAMED else [CLEAR_REQUEST_BODY]
-        self._body += data
-        if len(self._body) > self._limit:
+        self._body.append(data)
+        self._size += len(data)
+        if self._size > self._limit:
             raise TooLargeError
         self.complete = end or self.mode == Mode.BUFFERED
         if self.mode == Mode.STREAMED and not self.complete:
@@ -105,23 +107,24 @@ class RequestSide:
 
     def take(self) -> bytes:
         """The whole body. It is not kept here any longer."""
-        body, self._body = bytes(self._body), bytearray()
-        return body
+        body, self._body = self._body, []
+        return body[0] if len(body) == 1 else b"".join(body)
 
     def forward(self, body: bytes, headers: Headers, metadata: Metadata) -> list[Message]:
         """Let the rewritten body go."""
         if self.mode == Mode.BUFFERED:
             # Envoy checks it in this mode, and removes it in the others (envoy#29536).
             headers.set["content-length"] = str(len(body))
-            common = CommonResponse(
-                header_mutation=headers.mutation(), body_mutation=replaced(body), clear_route_cache=True
-            )
-            return [with_metadata(body_answer(response=False, common=common), metadata)]
+            common = CommonResponse(header_mutation=headers.mutation(), clear_route_cache=True)
+            answer = body_answer(response=False, common=common)
+            replace(answer.request_body.response, body)
+            return [with_metadata(answer, metadata)]
         answers: list[Message] = [] if self.routes_first else [routed(headers, metadata)]
         if self.mode == Mode.FULL_DUPLEX_STREAMED:
             answers += streamed(body, response=False, end=not self._trailers)
             return [*answers, CONTINUE_REQUEST_TRAILERS] if self._trailers else answers
-        last = body_answer(response=False, common=CommonResponse(body_mutation=replaced(body)))
+        last = body_answer(response=False, common=CommonResponse())
+        replace(last.request_body.response, body)
         return [*answers, *[CLEAR_REQUEST_BODY] * self._owed, last]
 
 

@@ -12,7 +12,7 @@ from kvreturn.server.messages import (
     Headers,
     Message,
     body_answer,
-    replaced,
+    replace,
     streamed,
 )
 
@@ -81,28 +81,31 @@ class ResponseSide:
 
     def __init__(self, mode: "ProcessingMode.BodySendMode", capture: Capture, decoder: Inflater | None) -> None:
         self.capture = capture
-        self._mode = mode
         self._decoder = decoder
         self._ended = False
+        self._duplex = mode == Mode.FULL_DUPLEX_STREAMED
+        self._buffered = mode == Mode.BUFFERED
 
     def body(self, message: HttpBody) -> list[Message]:
         """Take a body message, give its answer."""
         if self._ended:
-            return [] if self._mode == Mode.FULL_DUPLEX_STREAMED else [CLEAR_RESPONSE_BODY]
+            return [] if self._duplex else [CLEAR_RESPONSE_BODY]
         data = message.body
         out = self.capture.decode(self._decoder.decode(data) if self._decoder else data)
-        if message.end_of_stream or self._mode == Mode.BUFFERED:
+        if message.end_of_stream or self._buffered:
             out += self._finish()
-        if self._mode == Mode.FULL_DUPLEX_STREAMED:
+        if self._duplex:
             return streamed(out, response=True, end=message.end_of_stream)
         if out == data:
             return [CONTINUE_RESPONSE_BODY]
-        common = CommonResponse(body_mutation=replaced(out))
-        if self._mode == Mode.BUFFERED:
+        answer = body_answer(response=True, common=CommonResponse())
+        common = answer.response_body.response
+        replace(common, out)
+        if self._buffered:
             mutation = Headers(set={"content-length": str(len(out))}).mutation()
             assert mutation
             common.header_mutation.CopyFrom(mutation)
-        return [body_answer(response=True, common=common)]
+        return [answer]
 
     def trailers(self) -> list[Message]:
         """Trailers end the body. In STREAMED mode there is no message left that could carry what was held back.
@@ -110,7 +113,7 @@ class ResponseSide:
         The captures hold back as little as they can for that reason.
         """
         rest = b"" if self._ended else self._finish()
-        answers = streamed(rest, response=True, end=False) if self._mode == Mode.FULL_DUPLEX_STREAMED else []
+        answers = streamed(rest, response=True, end=False) if self._duplex else []
         return [*answers, CONTINUE_RESPONSE_TRAILERS]
 
     def _finish(self) -> bytes:

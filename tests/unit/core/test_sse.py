@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvreturn.core.sse import Event, SSEDecoder, event_end, split_events
+from kvreturn.core.sse import Event, SSEDecoder, event_data, event_end, split_events
 from support import cuts
 
 LF = (
@@ -265,3 +265,28 @@ def test_event_end_finds_the_end_wherever_the_event_is_cut(end: bytes) -> None:
         for before, data, expected in rest_of_event(b": c\r\ndata: 1" + end + tail):
             assert event_end(before[-3:], data) == expected
             assert event_end(before, data) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "data"),
+    [
+        (b'data: {"a": 1}\n\ndata: [DONE]\n\n', [b'{"a": 1}', b"[DONE]"]),
+        (b"data: a\n\n\n\ndata:  b\n\n", [b"a", b" b"]),
+        (b"data: a\ndata: b\n\ndata\n\n", [b"a\nb", b""]),
+        (b": ping\n\nevent: x\ndata:a\n\n", [b"a"]),
+        (b"data: a\r\n\r\ndata: b\n\n", [b"a", b"b"]),
+        (b"\n\n", []),
+    ],
+)
+def test_the_data_of_events(text: bytes, data: list[bytes]) -> None:
+    assert list(event_data(text)) == data
+
+
+@given(
+    st.lists(
+        st.sampled_from([b"\n\n", b"\n", b"\r", b"data: x", b"data: ", b"data:", b" ", b"data: data: y"]), max_size=12
+    )
+)
+def test_the_quick_way_to_the_data_is_no_other_way(pieces: list[bytes]) -> None:
+    text = b"".join(pieces)
+    assert list(event_data(text)) == [event.data for event in split_events(text) if event.data is not None]

@@ -96,7 +96,7 @@ class ChatAnswer(ChoicesAnswer):
     def read_choice(self, choice: Mapping[str, Any], *, stream: bool) -> None:
         """See `Answer.read_choice`."""
         message = choice.get("delta" if stream else "message")
-        if not isinstance(message, Mapping):
+        if not isinstance(message, dict):
             return
         for name, parts in (("content", self.content), ("refusal", self.refusal)):
             if isinstance(message.get(name), str):

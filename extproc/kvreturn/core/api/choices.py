@@ -18,7 +18,7 @@ class ChoicesAnswer(Answer):
         self.usage.read(obj.get("usage"))
         choices = obj.get("choices")
         for choice in choices if isinstance(choices, list) else ():
-            if not isinstance(choice, Mapping):
+            if not isinstance(choice, dict):
                 continue
             index = read_index(choice, 0)
             if isinstance(choice.get("finish_reason"), str):
