@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -22,6 +21,7 @@ from kvreturn.core.address import split_address
 from kvreturn.envoy.ports import unavailable
 from kvreturn.server.admin import admin_app
 from kvreturn.server.endpoints import EndpointService
+from kvreturn.server.heap import keep_large, leave_start_alone
 from kvreturn.server.reload import Reloader
 from kvreturn.server.service import SERVICE, ExternalProcessor, server_options
 from kvreturn.server.world import World
@@ -172,6 +172,7 @@ async def serve(
         worker: which one this is; its supervisor holds the other end of its standard input. None without workers.
         watch: the file to reload when it changes, None to wait for SIGHUP.
     """
+    keep_large()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -183,10 +184,7 @@ async def serve(
         reloader = Reloader(router.world, load, settings)
         loop.add_signal_handler(signal.SIGHUP, reloader.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
-        # What starting made is here to stay. To look through it again and again would take the garbage collector 35 ms
-        # each time, for which all streams stand still.
-        gc.collect()
-        gc.freeze()
+        leave_start_alone()
         watching = asyncio.create_task(reloader.watch(watch)) if watch else None
         log.info("listening on %s", own.listen)
         await stop.wait()
