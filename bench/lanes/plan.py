@@ -22,7 +22,7 @@ class Plan:
         requests: in each of these.
         rounds: by number of streams.
         seconds: of each load's window.
-        warm: seconds before it.
+        warm: seconds before it, by number of streams: the turns begin then, and each costs some milliseconds.
         ladder: numbers of streams to find the highest that is sustained, ascending.
         climb: seconds of each of these.
     """
@@ -32,14 +32,18 @@ class Plan:
     requests: int
     rounds: dict[int, int]
     seconds: float
-    warm: float
+    warm: dict[int, float]
     ladder: tuple[int, ...]
     climb: float
 
     def load(self, streams: int) -> Load:
         """The client's part."""
-        return Load(streams, RATE, seconds=self.seconds, warm=self.warm)
+        return Load(streams, RATE, seconds=self.seconds, warm=self.warm[streams])
+
+    def rung(self, streams: int) -> Load:
+        """The client's part on a rung of the ladder."""
+        return Load(streams, RATE, seconds=self.climb, warm=1.0 + streams / 200)
 
 
-FULL = Plan("full", 7, 30, {20: 5, 256: 5, 1000: 3}, 4.0, 1.5, _LADDER, 2.5)
-SHORT = Plan("short", 3, 15, {20: 2, 256: 2, 1000: 1}, 1.5, 0.8, (), 0.0)
+FULL = Plan("full", 7, 30, {20: 5, 256: 5, 1000: 3}, 4.0, {20: 1.5, 256: 2.5, 1000: 6.0}, _LADDER, 2.5)
+SHORT = Plan("short", 3, 10, {20: 2, 256: 2, 1000: 1}, 1.2, {20: 0.6, 256: 1.4, 1000: 1.8}, (), 0.0)

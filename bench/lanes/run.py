@@ -194,7 +194,7 @@ async def _ladder(plan: Plan, running: Field, samples: list[Sample], tell: Tell)
     """Each rung with all that stood on the one before."""
     climbing = list(running.candidates)
     for rung, streams in enumerate(plan.ladder):
-        load = Load(streams, RATE, seconds=plan.climb, warm=plan.warm)
+        load = plan.rung(streams)
         stood = []
         for c in climbing[::-1] if rung % 2 else climbing:
             tell(f"highest sustained rate, {load.name}: {c.label}")
@@ -218,7 +218,7 @@ async def _sample(c: Candidate, load: Load, number: int) -> Sample:
 
 
 async def _held(c: Candidate, seconds: float) -> Held:
-    load = Load(1000, RATE, seconds=seconds, warm=3.0)
+    load = Load(1000, RATE, seconds=seconds, warm=6.0)
     rss: list[int] = []
 
     async def watch() -> None:

@@ -67,7 +67,7 @@ def _below(figure: str, found: Estimate | None, limit: float, unit: str, *, quie
     if found is None:
         return Target(figure, target, "-", "not measured")
     verdict: Verdict = "too noisy"
-    if found.value + found.unsure <= limit:
+    if found.value + found.unsure <= limit and found.unsure <= limit:  # else nothing can be seen of the limit's size
         verdict = "met"
     elif found.value - found.unsure > limit and quiet:
         verdict = "not met"
