@@ -1,12 +1,12 @@
 """What is promised, and whether it holds."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lanes import noise
 from lanes.candidates import FAST, PORTABLE
-from lanes.figures import Estimate, Figures
+from lanes.figures import Estimate, Figures, LoadFigures
 from lanes.plan import BODIES, LOADS
 from lanes.run import Run
 
@@ -45,20 +45,28 @@ def _limits(figures: Figures, *, quiet: bool) -> Iterator[Target]:
         where = f"at {streams}x30"
         yield _below(f"fast lane: token delay added {where}, p50", at.added_p50 if at else None, 0.1, "ms", quiet=quiet)
         yield _below(f"fast lane: token delay added {where}, p99", at.added_p99 if at else None, 2.0, "ms", quiet=quiet)
-        yield _below(
-            f"fast lane: CPU for 1,000 tokens {where} over plain Envoy", at.cpu_ratio if at else None, 1.3, "x"
-        )
-        yield _below(f"fast lane: Python CPU for a token {where}", at.python if at else None, 5.0, "us")
+        ratio = at.cpu_ratio if at else None
+        yield _kept_up(_below(f"fast lane: CPU for 1,000 tokens {where} over plain Envoy", ratio, 1.3, "x"), at)
+        yield _kept_up(_below(f"fast lane: Python CPU for a token {where}", at.python if at else None, 5.0, "us"), at)
     few, many = (figures.of_load(PORTABLE, n) for n in LOADS[:2])
     yield _below(
         "portable lane: token delay added at 20x30, p50", few.added_p50 if few else None, 0.7, "ms", quiet=quiet
     )
-    yield _below("portable lane: Python CPU for a token at 256x30", many.python if many else None, 100.0, "us")
+    yield _kept_up(
+        _below("portable lane: Python CPU for a token at 256x30", many.python if many else None, 100.0, "us"), many
+    )
     for lane, label in _LANES.items():
         for body, limit in ((10_000, 2.0), (1_000_000, 8.0)):
             at_body = figures.of_body(lane, body)
             figure = f"{label}: time to first token added, two legs, {BODIES[body]}"
             yield _below(figure, at_body.added if at_body else None, limit, "ms", quiet=quiet)
+
+
+def _kept_up(target: Target, at: LoadFigures | None) -> Target:
+    """In an overload tokens come several at a time, which costs less for each: that tells nothing."""
+    if at is None or at.survived:
+        return target
+    return replace(target, value=f"{target.value}, in an overload", verdict="too noisy")
 
 
 def _below(figure: str, found: Estimate | None, limit: float, unit: str, *, quiet: bool = True) -> Target:
