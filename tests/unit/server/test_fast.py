@@ -56,7 +56,8 @@ class Turn:
         """What the router has told Envoy with the request."""
         told: dict[str, str] = {}
         for answer in self.envoy.answers:
-            told.update(dict(answer.dynamic_metadata.fields["kvreturn"].struct_value.items()))
+            fields = answer.dynamic_metadata.fields["kvreturn"].struct_value.fields
+            told |= {key: value.string_value for key, value in fields.items()}
         return told
 
     async def begin(self) -> "Turn":
