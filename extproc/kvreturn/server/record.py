@@ -177,7 +177,7 @@ class TurnRecord:
         self._moved = self._world.clock() - self.late
         if self._times.first_token is None and data and self._begins(data):
             self._times.first_token = self._moved - self._begun
-            self.trace.event("first_token")
+            self.trace.event("first_token", self.late)
             outcome = self._turn.facts.outcome.value
             self._world.metrics.first_token_seconds.labels(outcome, str(self._times.streamed).lower()).observe(
                 self._times.first_token

@@ -233,6 +233,19 @@ async def test_the_end_of_an_exchange_that_nobody_else_tells_comes_by_the_access
     assert (router.records, router.world.admission.live) == (0, 0)
 
 
+async def test_the_first_token_is_timed_by_when_it_came() -> None:
+    router = harness()
+    turn = await Turn(router, "Hi").begin()
+    await turn.enter()
+    clock: Any = router.clock
+    clock.now += 10  # since the request began
+    text = b"".join(EVENTS)
+    role, token = len(EVENTS[0]), len(EVENTS[1])
+    await turn.tell(f"1 1 {role}:8000 {token}:7500 {len(EVENTS[2])}:100", text)
+    (line,) = [x for x in router.world.metrics.expose().decode().splitlines() if "first_token_seconds_sum" in x]
+    assert float(line.rsplit(" ", 1)[1]) == pytest.approx(2.5)
+
+
 async def test_a_drain_waits_for_turns_in_the_fast_lane() -> None:
     router = harness()
     turn = await Turn(router, "Hi").begin()
