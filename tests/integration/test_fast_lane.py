@@ -127,9 +127,10 @@ async def test_a_router_that_is_killed_does_not_cut_answers_and_the_next_turn_is
 
 async def test_a_router_that_hangs_holds_an_answer_for_half_a_second(tmp_path: Path) -> None:
     held = Paused(len(EVENTS[0]))
-    async with apart(FAST, tmp_path, held) as (there, router, _, _d):
+    async with apart(FAST, tmp_path, held) as (there, router, p, _):
         async with there.client.post(CHAT, data=FIRST) as answer:
             got = await answer.content.readexactly(len(EVENTS[0]))
+            await asyncio.sleep(0.1)
             router.signal(signal.SIGSTOP)
             begun = time.monotonic()
             held.go_on.set()
@@ -137,6 +138,10 @@ async def test_a_router_that_hangs_holds_an_answer_for_half_a_second(tmp_path: P
         assert whole
         assert got + rest == SSE
         assert 0.4 < time.monotonic() - begun < 2
+        router.signal(signal.SIGCONT)  # what it had no time for is told again
+        assert await router.outcomes() == {"first_turn": 1}
+        assert (await there.post(CHAT, NEXT)).body == SSE
+        assert carried_handle(p.seen[-1].body) == handle()
 
 
 async def gone(there: Front) -> None:

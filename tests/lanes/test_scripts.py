@@ -60,6 +60,21 @@ def test_the_end_of_a_turn_is_held_until_the_router_has_what_it_left() -> None:
     assert (last.waited, last.last, last.text) == (False, True, DONE)
 
 
+def test_a_router_that_had_no_time_is_told_again_while_nothing_waits() -> None:
+    lane = FastLane(status=b"14")
+    lane.play([TOKEN, HANDED, DONE])
+    first, again, last = lane.calls
+    assert (first.waited, again.waited, last.waited) == (True, False, False)
+    assert (again.headers, again.body) == (first.headers, first.body)
+    assert (last.number, last.last) == (2, True)
+
+
+def test_a_router_that_does_not_know_the_turn_is_told_once() -> None:
+    lane = FastLane(status=b"5")
+    lane.play([TOKEN, HANDED, DONE])
+    assert [c.number for c in lane.calls] == [1, 2]
+
+
 def test_the_end_of_a_stream_without_a_handle_is_held_too() -> None:
     lane = FastLane()
     lane.play([TOKEN, FINISH, DONE])

@@ -9,7 +9,7 @@ Stream.__index = Stream
 local compiled = {}
 
 -- `source`: a script. `headers`: of the answer. `metadata`: namespaces, shared by the filters of one exchange.
--- `call(cluster, headers, body, timeout, asynchronous)`: takes the script's calls.
+-- `call(cluster, headers, body, timeout, asynchronous)`: takes the script's calls, and gives the answer's gRPC status, nil for a good one.
 local function stream(source, headers, metadata, call)
   local env = setmetatable({}, { __index = _G })
   compiled[source] = compiled[source] or assert(loadstring(source))
@@ -72,8 +72,8 @@ function Stream:resume(...)
   if not fine then -- Envoy logs it, and the body passes as it is
     self.errors[#self.errors + 1] = why
   elseif why == "call" then
-    self.call(cluster, headers, body, timeout, false)
-    return self:resume({ [":status"] = "200" }, "")
+    local status = self.call(cluster, headers, body, timeout, false)
+    return self:resume({ [":status"] = "200", ["grpc-status"] = status }, "")
   end
 end
 

@@ -73,12 +73,14 @@ class FastLane:
         turn: what the router has put into the metadata.
         limit: as `limits.event_bytes`.
         change: edits the passing script.
+        status: gRPC's, of answers that are not the router's.
     """
 
     headers: Headers = field(default_factory=lambda: SSE)
     turn: Headers | None = field(default_factory=lambda: TURN)
     limit: int = 1 << 20
     change: Callable[[str], str] = lambda script: script
+    status: bytes | None = None
     calls: list[Call] = field(default_factory=list)
     out: list[bytes] = field(default_factory=list)
 
@@ -95,10 +97,11 @@ class FastLane:
     def _table(self, values: Headers) -> Any:  # noqa: ANN401 - lupa has no types
         return self._lua.table_from({k.encode(): v.encode() for k, v in values.items()})
 
-    def _call(self, cluster: bytes, headers: Any, body: bytes, timeout: int, asynchronous: bool) -> None:  # noqa: ANN401, FBT001
+    def _call(self, cluster: bytes, headers: Any, body: bytes, timeout: int, asynchronous: bool) -> bytes | None:  # noqa: ANN401, FBT001
         assert 0 < timeout <= 5000
         named = {k.decode(): v.decode() for k, v in headers.items()}
         self.calls.append(Call(cluster.decode(), named, body, not asynchronous, len(b"".join(self.out))))
+        return self.status
 
     @property
     def taken_on(self) -> bool:

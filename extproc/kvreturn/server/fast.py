@@ -34,7 +34,8 @@ _NO_BODY = ProcessingMode(
     response_body_mode=ProcessingMode.BodySendMode.NONE,
     response_trailer_mode=ProcessingMode.HeaderSendMode.SKIP,
 )
-_OVERTAKEN = 1.0  # seconds that a part may be late behind the next one, or behind the exchange's end
+_OVERTAKEN = 6.0  # seconds that a part may be late behind the next one: the script's calls may take nearly as long
+_BEHIND = 1.0  # and behind the end of an exchange that was broken off
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +138,13 @@ class FastExchange(Exchange):
         async with self._parts:
             try:
                 async with asyncio.timeout(_OVERTAKEN):
-                    await self._parts.wait_for(lambda: self._next == part.number)
+                    await self._parts.wait_for(lambda: self._next >= part.number)
             except TimeoutError:
                 # One is lost, so nobody knows what the answer was: the turn leaves nothing.
                 self._lane.leave(self._name)
                 return
+            if self._next > part.number:
+                return  # the script did not know that it had come
             try:
                 await self._read(part)
             finally:
@@ -271,8 +274,9 @@ class FastLane:
             for entry in message.http_logs.log_entry:
                 ours = entry.common_properties.metadata.filter_metadata[names.METADATA_NAMESPACE]
                 name = ours.fields[names.TURN_KEY].string_value
-                if name in self._passing:  # its last part may be on its way yet
-                    loop.call_later(_OVERTAKEN, self.leave, name)
+                if name in self._passing:  # parts may be on their way yet; after a good end, the last one is
+                    broken = entry.common_properties.response_flags
+                    loop.call_later(_BEHIND if broken else 2 * _OVERTAKEN, self.leave, name)
 
 
 def _own_cluster(settings: Settings) -> str | None:

@@ -12,7 +12,7 @@ from kvreturn.server import fast
 from kvreturn.server.fast import FastLane, Part
 from support.extproc import ALL_MODES, Envoy, Mode, Modes, Request, body_message, headers_message
 from support.harness import DECODE, Harness, settings
-from support.nodes import chat, decode_events, handle
+from support.nodes import carried_handle, chat, decode_events, handle
 
 EVENTS = decode_events(params=handle())
 TEXT = b"".join(EVENTS)
@@ -65,6 +65,11 @@ class Turn:
         await self.envoy.request(Request(pieces=[self._request]))
         self.name = self.metadata.get("turn", "")
         return self
+
+    @property
+    def prefill_body(self) -> bytes:
+        """What P was asked."""
+        return self._router.asks[-1].body
 
     async def enter(self, lane: str | None = None) -> Any:  # noqa: ANN401 - a message
         """The answer's headers; what the router says to them."""
@@ -185,6 +190,17 @@ async def test_who_does_not_know_the_name_can_tell_nothing(name: str) -> None:
     assert router.records == 0
 
 
+async def test_a_part_that_comes_twice_counts_once() -> None:
+    router = harness()
+    turn = await Turn(router, "Hi").begin()
+    await turn.enter()
+    half = len(TEXT) // 2
+    for about, text in (("1 0", TEXT[:half]), ("1 0", TEXT[:half]), ("2 1", TEXT[half:])):
+        await turn.tell(about, text)
+    assert router.handles == 1
+    assert carried_handle((await Turn(router, "Hi", "Good morning", "And?").begin()).prefill_body) == handle()
+
+
 async def test_a_turn_is_told_of_once() -> None:
     router = harness()
     turn = await Turn(router, "Hi").begin()
@@ -212,7 +228,7 @@ async def test_what_is_begun_is_done_though_the_script_waits_no_longer() -> None
 async def test_the_end_of_an_exchange_that_nobody_else_tells_comes_by_the_access_log(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fast, "_OVERTAKEN", 0.01)
+    monkeypatch.setattr(fast, "_BEHIND", 0.01)
     router = harness()
     turn = await Turn(router, "Hi").begin()
     await turn.enter()
@@ -220,6 +236,7 @@ async def test_the_end_of_an_exchange_that_nobody_else_tells_comes_by_the_access
     entries = StreamAccessLogsMessage()
     for name in ("another", turn.name):
         entry = entries.http_logs.log_entry.add()
+        entry.common_properties.response_flags = b"\x78\x01"  # downstream_connection_termination
         entry.common_properties.metadata.filter_metadata["kvreturn"].update({"turn": name})
 
     async def messages() -> Any:  # noqa: ANN401 - an iterator

@@ -20,7 +20,6 @@
 local NAMESPACE, HOLD = "kvreturn", "kvreturn.hold"
 local PART_BYTES, PART_SECONDS = 131072, 20 -- what is kept for the router at most, and for how long
 local MARKS = 16 -- pieces that are timed: the first token is in one of these
-local NO_WAIT = 5000 -- milliseconds that a call may take for which nothing waits
 
 local Answer = {}
 Answer.__index = Answer
@@ -61,7 +60,7 @@ function Answer:hand(handle, last, hold)
   if hold then
     handle:streamInfo():dynamicMetadata():set(HOLD, hold, said .. "\n" .. text)
   else
-    handle:httpCall(self.info["router"], part_headers(self.info, said), framed(text), NO_WAIT, true)
+    tell_part(handle, self.info, said, text, NO_WAIT, true)
   end
 end
 

@@ -14,7 +14,11 @@ local function tell(handle, info, which)
   local about, text = string.match(part and part[which] or "", "^([^\n]*)\n(.*)$")
   if about then
     metadata:set(HOLD, which, "") -- access logs may tell all metadata
-    handle:httpCall(info["router"], part_headers(info, about), framed(text), TIMEOUT)
+    local answer = tell_part(handle, info, about, text, TIMEOUT, false)
+    -- Envoy's own answer to a gRPC call (no answer in time, or no connection) is 200 with this status, "unavailable".
+    if answer["grpc-status"] == "14" then -- now there is time, since nothing waits; the router takes each part once
+      tell_part(handle, info, about, text, NO_WAIT, true)
+    end
   end
   return about
 end

@@ -4,6 +4,8 @@
 -- and how many milliseconds ago they came. The turn's name is a secret between the router and this script: only what
 -- stands in Envoy's dynamic metadata has it, which no client and no node sees.
 
+local NO_WAIT = 5000 -- milliseconds that a call may take for which nothing waits
+
 local function part_headers(info, about)
   return {
     [":method"] = "POST",
@@ -21,4 +23,8 @@ local function framed(text)
   local n = #text
   return string.char(0, math.floor(n / 16777216) % 256, math.floor(n / 65536) % 256, math.floor(n / 256) % 256, n % 256)
     .. text
+end
+
+local function tell_part(handle, info, about, text, timeout, asynchronous)
+  return handle:httpCall(info["router"], part_headers(info, about), framed(text), timeout, asynchronous)
 end

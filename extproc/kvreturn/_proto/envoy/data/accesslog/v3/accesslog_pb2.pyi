@@ -13,7 +13,9 @@ class HTTPAccessLogEntry(_message.Message):
     def __init__(self, common_properties: _Optional[_Union[AccessLogCommon, _Mapping]] = ...) -> None: ...
 
 class AccessLogCommon(_message.Message):
-    __slots__ = ("metadata",)
+    __slots__ = ("response_flags", "metadata")
+    RESPONSE_FLAGS_FIELD_NUMBER: _ClassVar[int]
     METADATA_FIELD_NUMBER: _ClassVar[int]
+    response_flags: bytes
     metadata: _base_pb2.Metadata
-    def __init__(self, metadata: _Optional[_Union[_base_pb2.Metadata, _Mapping]] = ...) -> None: ...
+    def __init__(self, response_flags: _Optional[bytes] = ..., metadata: _Optional[_Union[_base_pb2.Metadata, _Mapping]] = ...) -> None: ...
