@@ -11,11 +11,25 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from kvreturn.config import Settings
 from kvreturn.core.ports import Put
+from kvreturn.server.app import running
 from support import cuts
+from support.envoy import unused_address
 from support.events import message_events, response_events
-from support.gateway import CHAT, Front, client, product, scripted, what_comes
-from support.nodes import COLD, Seen, carried_handle, chat, decode_body, handle, replies, sent_params, streams
+from support.gateway import CHAT, Front, client, configuration, envoy_before, product, scripted, what_comes
+from support.nodes import (
+    COLD,
+    FakePrefill,
+    Seen,
+    carried_handle,
+    chat,
+    decode_body,
+    handle,
+    replies,
+    sent_params,
+    streams,
+)
 from support.processes import EVENTS, FIRST, NEXT, SSE, Paused, apart, once_up
 from support.talk import Talk
 
@@ -178,6 +192,22 @@ async def test_a_client_that_leaves_and_a_node_that_dies_are_noticed() -> None:
         assert await there.outcomes(2) == {"first_turn": 2}
         assert there.metric("turns_incomplete_total") == 2
         assert not there.store.handles
+
+
+async def test_each_router_is_told_of_its_own_turns() -> None:
+    async with FakePrefill() as p, FakePrefill(streams(*EVENTS)) as d:
+        listens = [unused_address(), unused_address()]
+        plain = configuration(FAST, [p.address], [d.address], listen=listens[0])
+        plain["envoy"]["routers"] = listens
+        one, two = (Settings.model_validate({**plain, "listen": listen}) for listen in listens)
+        async with running(one) as first, running(two) as second, envoy_before(one) as there:
+            counts = [0.0, 0.0]
+            async with asyncio.timeout(20):
+                while not all(counts):
+                    assert (await there.post(CHAT, FIRST)).body == SSE
+                    counts = [r.world.metrics.value("kvreturn_handles_captured_total") for r in (first, second)]
+            worlds = first.world, second.world
+            assert sum(w.metrics.value("kvreturn_turns_incomplete_total") for w in worlds) == 0
 
 
 async def test_only_who_knows_a_turns_name_can_tell_of_it() -> None:

@@ -172,7 +172,7 @@ class FastLane:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.cluster = _own_cluster(world.settings) or ""
+        self.cluster = own_cluster(world.settings) or ""
         self._idle = world.settings.envoy.stream_idle_timeout + 60.0  # Envoy gives up sooner
         self._named: dict[str, FastExchange] = {}
         self._passing: dict[str, asyncio.TimerHandle] = {}
@@ -279,7 +279,7 @@ class FastLane:
                     loop.call_later(_BEHIND if broken else 2 * _OVERTAKEN, self.leave, name)
 
 
-def _own_cluster(settings: Settings) -> str | None:
+def own_cluster(settings: Settings) -> str | None:
     """The cluster by which Envoy calls this router and no other; None if there is no fast lane here."""
     if settings.envoy.lane != "fast":
         return None

@@ -8,6 +8,7 @@ import pytest
 
 from kvreturn._proto.envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from kvreturn.config import Settings
+from kvreturn.envoy import names
 from kvreturn.server import fast
 from kvreturn.server.fast import FastLane, Part
 from support.extproc import ALL_MODES, Envoy, Mode, Modes, Request, body_message, headers_message
@@ -280,6 +281,13 @@ async def test_a_drain_ends_what_does_not_end() -> None:
     await (await Turn(router, "Hi").begin()).enter()
     await router.service.fast.drained(0.01)
     assert router.outcomes() == {"first_turn": 1}
+
+
+def test_workers_are_called_by_the_names_that_the_bootstrap_has() -> None:
+    own = settings(envoy={"lane": "fast"}, workers=3, store={"url": "redis://127.0.0.1:1"}, listen="unix:/r.sock")
+    workers = [fast.own_cluster(own.worker(i)) for i in range(3)]
+    assert workers == [f"kvreturn_router@unix:/r.sock{end}" for end in ("", ".1", ".2")]
+    assert workers == [names.one_router(listen) for listen in own.router_listens()]
 
 
 def test_parts_are_read_as_the_script_writes_them() -> None:
