@@ -11,7 +11,7 @@ from kvreturn.envoy.lint import lint
 
 Doc = dict[str, Any]
 _SHIPPED = (Path(__file__).parents[3] / "envoy/gateway-fast-lane.yaml").read_text()
-_HOLDING, _EXT_PROC, _GUARD, _PASSING, _ROUTER = range(5)
+_READY, _HOLDING, _EXT_PROC, _GUARD, _PASSING, _ROUTER = range(6)
 
 
 def chain(doc: Doc) -> list[Doc]:
