@@ -128,7 +128,12 @@ def metrics() -> str:
     return "\n".join(lines) + "\n"
 
 
-BOOTSTRAPS = {"kvreturn": "gateway", "full-duplex": "gateway-full-duplex", "orchestrated": "orchestrated"}
+BOOTSTRAPS = {
+    "kvreturn": "gateway",
+    "fast-lane": "gateway-fast-lane",
+    "full-duplex": "gateway-full-duplex",
+    "orchestrated": "orchestrated",
+}
 """What stands in envoy/, by the file of examples/ that it is made from."""
 
 

@@ -199,10 +199,11 @@ class Side:
             if set(message.dynamic_metadata.fields) != {"kvreturn"}:
                 raise ContractError("metadata outside of the namespace that the filter may receive")
             fields = message.dynamic_metadata.fields["kvreturn"].struct_value.fields
-            ((key, value),) = fields.items()
-            if key not in {"decode_node", "prefill_node"}:
-                raise ContractError(f"no Envoy of ours reads the metadata {key}")
-            self._node = value.string_value
+            unread = set(fields) - {"decode_node", "prefill_node", "turn", "router", "early"}
+            if unread:
+                raise ContractError(f"no Envoy of ours reads the metadata {unread}")
+            for key in {"decode_node", "prefill_node"} & set(fields):
+                self._node = fields[key].string_value
 
     def _mutate(self, mutation: pb.HeaderMutation) -> None:
         check_mutation(mutation)

@@ -61,6 +61,7 @@ def ext_proc(settings: Settings, role: Role) -> hcm_pb.HttpFilter:
     request = ext_proc_pb.ProcessingModeBodySendMode[settings.envoy.request_body_mode]
     response = ext_proc_pb.ProcessingModeBodySendMode[settings.envoy.response_body_mode]
     full_duplex = ext_proc_pb.ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+    ours = ext_proc_pb.MetadataOptionsMetadataNamespaces(untyped=[names.METADATA_NAMESPACE])
     config = ext_proc_pb.ExternalProcessor(
         grpc_service=core_pb.GrpcService(
             envoy_grpc=core_pb.GrpcServiceEnvoyGrpc(cluster_name=names.ROUTER_CLUSTER),
@@ -85,7 +86,9 @@ def ext_proc(settings: Settings, role: Role) -> hcm_pb.HttpFilter:
         # Where a body mode is full duplex Envoy ignores overrides without a word.
         allow_mode_override=full_duplex not in {request, response},
         metadata_options=ext_proc_pb.MetadataOptions(
-            receiving_namespaces=ext_proc_pb.MetadataOptionsMetadataNamespaces(untyped=[names.METADATA_NAMESPACE])
+            receiving_namespaces=ours,
+            # So that the router sees whether the fast lane has taken an answer on.
+            forwarding_namespaces=ours if role == names.GATEWAY and settings.envoy.lane == "fast" else None,
         ),
     )
     return _filter(names.EXT_PROC_FILTER, config)
@@ -134,6 +137,11 @@ def node_guard(key: str) -> hcm_pb.HttpFilter:
         key: within the metadata namespace `kvreturn`.
     """
     script = _NODE_GUARD.format(namespace=names.METADATA_NAMESPACE, key=key, only=names.ONLY_KEY)
+    return lua(script)
+
+
+def lua(script: str) -> hcm_pb.HttpFilter:
+    """A filter that runs a script."""
     return _filter("envoy.filters.http.lua", lua_pb.Lua(default_source_code=core_pb.DataSource(inline_string=script)))
 
 

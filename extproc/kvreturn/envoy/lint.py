@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvreturn.envoy import lane_rules
 from kvreturn.envoy.reading import Doc, chains, clusters, endpoints, is_type, normalise
 from kvreturn.envoy.rules import RULES
 from kvreturn.envoy.subject import Subject
@@ -15,6 +16,7 @@ from kvreturn.settings.limits import Limits
 from kvreturn.settings.nodes import Prefill
 
 _OURS = "kvreturn"
+_RULES = RULES | lane_rules.RULES
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def lint(
         )
         return [Problem("p-no-filter", "static_resources.listeners", what)]
     return [
-        Problem(name, where, what) for subject in ours for name, rule in RULES.items() for where, what in rule(subject)
+        Problem(name, where, what) for subject in ours for name, rule in _RULES.items() for where, what in rule(subject)
     ]
 
 

@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 from kvreturn.config import Settings
-from kvreturn.envoy import filters, names, replies
+from kvreturn.envoy import filters, lanes, names, replies
 from kvreturn.envoy.clusters import bind_address
 from kvreturn.envoy.protos import (
     Any,
@@ -35,6 +35,13 @@ _ESCAPED_SLASHES = hcm_pb.HttpConnectionManagerPathWithEscapedSlashesAction.UNES
 def client_listener(settings: Settings) -> listener_pb.Listener:
     """Where clients connect: all passes the router but GET, HEAD and OPTIONS of what is no stored response."""
     hcm = _through_router(settings, _decode_routes(settings, "client"), names.GATEWAY, names.DECODE_NODE_KEY)
+    if settings.envoy.lane == "fast":
+        # Answers pass from the last filter to the first.
+        ext_proc, node_guard, router = hcm.http_filters
+        passing = filters.lua(lanes.pass_script(settings.limits.event_bytes))
+        holding = filters.lua(lanes.hold_script(settings.store.deadline))
+        hcm.http_filters = [holding, ext_proc, node_guard, passing, router]
+        hcm.access_log += lanes.ends(filters.router_listens(settings))
     hcm.http_filters.insert(0, filters.readiness())
     # Inbound: draining closes this listener only, and running turns still reach their prefill nodes.
     return _listener("client", settings.envoy.listen, hcm, core_pb.TrafficDirection.INBOUND)

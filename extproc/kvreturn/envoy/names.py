@@ -20,6 +20,25 @@ ONLY_KEY = "only"
 ONLY_HEADER = "x-kvreturn-only"
 """Request header by which the router says so."""
 
+TURN_KEY = "turn"
+"""Key in the namespace under which a turn's name stands that may go by the fast lane: a secret of router and script."""
+
+CALL_KEY = "router"
+"""Key in the namespace that names the cluster of the router that has the turn."""
+
+EARLY_KEY = "early"
+"""Key in the namespace that is there if the router must know an answer's first event before the client does."""
+
+LANE_KEY = "lane"
+"""Key in the namespace by which the script says that it has taken an answer on; its value is the turn's name."""
+
+FAST_SERVICE = "kvreturn.FastLane"
+"""The gRPC service of the script's calls."""
+
+TURN_HEADER = "x-kvreturn-turn"
+PART_HEADER = "x-kvreturn-part"
+"""gRPC metadata of the script's calls: the turn's name, and what the message is (envoy/lua/part.lua)."""
+
 UPSTREAM_HEADER = "x-kvreturn-upstream"
 """Response header by which the prefill listener tells the router the `ip:port` of the node that answered."""
 
@@ -52,3 +71,8 @@ UNTAKEN = ("connect-failure", "refused-stream", "reset-before-request")
 
 READY = "/kvreturn/ready"
 """Path by which load balancers ask Envoy whether turns can be served. No path of vLLM's begins so."""
+
+
+def one_router(listen: str) -> str:
+    """The cluster of one router alone: where a turn is that the fast lane tells of."""
+    return f"{ROUTER_CLUSTER}@{listen}"

@@ -18,6 +18,7 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.config.overload import v3 as overload_pb
     from envoy_data_plane.envoy.config.route import v3 as route_pb
     from envoy_data_plane.envoy.extensions.access_loggers.filters.cel import v3 as cel_pb
+    from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_log_pb
     from envoy_data_plane.envoy.extensions.access_loggers.stream import v3 as stream_pb
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_pb
     from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata import v3 as header_to_metadata_pb
@@ -47,6 +48,7 @@ __all__ = [
     "early_mutation_pb",
     "endpoint_pb",
     "ext_proc_pb",
+    "grpc_log_pb",
     "hcm_pb",
     "header_to_metadata_pb",
     "health_check_pb",

@@ -89,8 +89,10 @@ class Router:
         """
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(min(_NOTICE, seconds))
+        begun = time.monotonic()
+        await self._service.fast.drained(seconds)  # while it is still told of them
         self._endpoints.close()
-        await self._server.stop(seconds)
+        await self._server.stop(max(seconds - (time.monotonic() - begun), 0.0))
         await self.world.lifecycle.leave(min(seconds, _FREES))
         await self.world.returns.drain(min(seconds, _RETURNS))
         await self.world.tasks.drain(_RETURNS)

@@ -78,6 +78,12 @@ def read_attribute(message: ProcessingRequest, name: str) -> str | None:
     return None
 
 
+def read_metadata(message: ProcessingRequest, key: str) -> str | None:
+    """A text of our namespace in Envoy's dynamic metadata, if the filter is configured to send it."""
+    ours = message.metadata_context.filter_metadata.get(METADATA)
+    return ours.fields[key].string_value or None if ours and key in ours.fields else None
+
+
 def read_upstream(message: ProcessingRequest) -> str | None:
     """Address of the node that answered, if Envoy tells: it may be another one than ours, if that was down."""
     upstream = read_attribute(message, "upstream.address")

@@ -52,6 +52,7 @@ class TurnRecord:
     def __init__(self, world: World, turn: Turn, headers: Mapping[str, str]) -> None:
         self.size = 0
         self.request = self._name(world, headers)
+        self.late = 0.0  # seconds since what `body` is told of
         self._world = world
         self._turn = turn
         self._credentials = {h: headers[h] for h in CREDENTIALS if h in headers}
@@ -173,10 +174,10 @@ class TurnRecord:
     def body(self, data: bytes) -> None:
         """Bytes of D's body pass, as D sent them."""
         self._received += len(data)
-        self._moved = self._world.clock()
+        self._moved = self._world.clock() - self.late
         if self._times.first_token is None and data and self._begins(data):
             self._times.first_token = self._moved - self._begun
-            self.trace.event("first_token")
+            self.trace.event("first_token", self.late)
             outcome = self._turn.facts.outcome.value
             self._world.metrics.first_token_seconds.labels(outcome, str(self._times.streamed).lower()).observe(
                 self._times.first_token

@@ -9,6 +9,7 @@ import grpc
 from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
 from kvreturn.envoy import names
 from kvreturn.server.exchange import Exchange
+from kvreturn.server.fast import FastLane
 from kvreturn.server.messages import Message
 from kvreturn.server.roles import DecodeExchange, PrefillExchange
 from kvreturn.server.world import World
@@ -17,7 +18,8 @@ log = logging.getLogger("kvreturn")
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 # Envoy sends bodies in BUFFERED mode as one message; gRPC's own limit is 4 MiB (envoy answers 500 beyond it).
 _ROOM = 1 << 20
-_ROLES = {names.GATEWAY: Exchange, names.PREFILL: PrefillExchange, names.DECODE: DecodeExchange}
+_LEGS: dict[str, type[Exchange]] = {names.PREFILL: PrefillExchange, names.DECODE: DecodeExchange}
+_ROLES = (names.GATEWAY, *_LEGS)
 
 
 def server_options(request_bytes: int) -> list[tuple[str, int]]:
@@ -34,6 +36,7 @@ class ExternalProcessor:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.fast = FastLane(world)
         self.running: set[asyncio.Task[object]] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -42,6 +45,7 @@ class ExternalProcessor:
             self.process, request_deserializer=ProcessingRequest.FromString, response_serializer=_serialise
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": method}),))
+        self.fast.add_to(server)
 
     async def process(
         self,
@@ -56,7 +60,7 @@ class ExternalProcessor:
         task = asyncio.current_task()
         assert task
         self.running.add(task)
-        exchange = _ROLES[role](self._world)
+        exchange = _LEGS[role](self._world) if role in _LEGS else self.fast.exchange()
         try:
             with self._world.metrics.live.track_inprogress():
                 await self._serve(exchange, requests, context)

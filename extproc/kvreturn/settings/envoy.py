@@ -1,8 +1,8 @@
 """Envoy's own settings."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kvreturn.settings.types import Address, Listen, Positive, Section
 
@@ -38,6 +38,11 @@ class Envoy(Section):
         "them while no router runs too. `router`: a router tells them, and each change at once (EDS). None: `router` "
         "where a pool is discovered, else `bootstrap`.",
     )
+    lane: Literal["portable", "fast"] = Field(
+        "portable",
+        description="How streamed answers pass (docs/lanes.md). `portable`: through the router, event by event. "
+        "`fast`: through a Lua filter in Envoy, at Envoy's own cost; the router gets what it must know in few calls.",
+    )
     request_body_mode: Literal["BUFFERED", "FULL_DUPLEX_STREAMED"] = Field(
         "BUFFERED", description="BUFFERED gave the lowest time to first token for bodies of 100 KB to 1 MB."
     )
@@ -46,3 +51,12 @@ class Envoy(Section):
     )
     stream_idle_timeout: Positive = Field(300.0, description="Seconds without a byte after which Envoy ends a stream.")
     health_check_path: str = Field("/health", description="Path of vLLM's health check.")
+
+    @model_validator(mode="after")
+    def _fast_lane_can_leave(self) -> Self:
+        if self.lane == "fast" and "FULL_DUPLEX_STREAMED" in {self.request_body_mode, self.response_body_mode}:
+            raise ValueError(
+                "lane: fast needs request_body_mode: BUFFERED and response_body_mode: STREAMED, since in full duplex a "
+                "response cannot be let go; set these, or lane: portable"
+            )
+        return self

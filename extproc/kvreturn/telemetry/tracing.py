@@ -6,6 +6,7 @@ turn anything but its trace. Spans hold counts and words, never contents, ids of
 they take no exceptions either, whose texts nobody vouches for.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
@@ -168,10 +169,10 @@ class TurnTrace:
         if self._decode:
             self._decode.set_attribute("http.response.status_code", status)
 
-    def event(self, name: str) -> None:
-        """Something happened in the decode leg."""
+    def event(self, name: str, late: float = 0.0) -> None:
+        """Something happened in the decode leg, so many seconds ago."""
         if self._decode:
-            self._decode.add_event(name)
+            self._decode.add_event(name, timestamp=time.time_ns() - int(late * 1e9))
 
     def end(self, title: str, attributes: Attributes, error: str | None = None) -> None:
         """The turn is over.

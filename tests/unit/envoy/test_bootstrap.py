@@ -301,6 +301,7 @@ class TestText:
         ("config", "shipped"),
         [
             ("kvreturn.yaml", "gateway.yaml"),
+            ("fast-lane.yaml", "gateway-fast-lane.yaml"),
             ("full-duplex.yaml", "gateway-full-duplex.yaml"),
             ("orchestrated.yaml", "orchestrated.yaml"),
         ],

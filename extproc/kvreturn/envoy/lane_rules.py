@@ -1,0 +1,51 @@
+"""The lint's rules for the fast lane: its two scripts, and what stands around them."""
+
+from collections.abc import Iterator
+
+from kvreturn.envoy import names
+from kvreturn.envoy.reading import Doc, is_type
+from kvreturn.envoy.subject import Subject
+
+_PASSES, _HOLDS = "function Answer:pass(", "local function tell("  # what only fast_lane.lua and hand_over.lua have
+
+
+def fast_lane(s: Subject) -> Iterator[tuple[str, str]]:
+    """Both scripts or none, each at its place, with what they need of the filter and of the clusters."""
+    passing, holding = (_having(s, words) for words in (_PASSES, _HOLDS))
+    if not passing and not holding:
+        return
+    if not (passing and holding):
+        yield s.chain.where, "one of the fast lane's scripts is missing: turns end unstored; take both, or none"
+    if any(i < s.index for i in passing):
+        yield s.chain.where, "fast_lane.lua stands before ext_proc, so it sees answers after it; put it behind"
+    if any(i > s.index for i in holding):
+        what = (
+            "hand_over.lua stands behind ext_proc: what it holds is let go, or in disorder, when ext_proc goes on; put "
+            "it before ext_proc"
+        )
+        yield s.chain.where, what
+    told = s.config.get("metadata_options", {}).get("forwarding_namespaces", {}).get("untyped", [])
+    if names.METADATA_NAMESPACE not in told:
+        what = (
+            f"the fast lane strips, and the router is not told: every turn goes cold; put {names.METADATA_NAMESPACE} "
+            "into metadata_options.forwarding_namespaces.untyped"
+        )
+        yield s.where, what
+    if not s.config.get("allow_mode_override"):
+        yield s.where, "the fast lane's answers go through the router too; set allow_mode_override"
+    if not any(name.startswith(names.one_router("")) for name in s.clusters):
+        what = f"no cluster {names.one_router('ADDRESS')} of one router alone: the scripts can tell nobody of a turn"
+        yield "static_resources.clusters", what
+
+
+def _having(s: Subject, words: str) -> list[int]:
+    """Where in the chain Lua filters are whose script has these words."""
+    return [i for i, f in enumerate(s.chain.filters) if words in _source(f.get("typed_config", {}))]
+
+
+def _source(config: Doc) -> str:
+    source = config.get("default_source_code", {}) if is_type(config, "lua.v3.Lua") else {}
+    return str(source.get("inline_string", config.get("inline_code", "")))
+
+
+RULES = {"p-fast-lane": fast_lane}

@@ -1,0 +1,220 @@
+"""How the fast lane's scripts deal with Envoy and with the router: what they take on, whom they tell what, and when."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from kvreturn.envoy.lanes import hold_script
+from support import cuts
+from support.lanes import SSE, TURN, FastLane
+from support.turns import compact, d_handle
+
+RAW = compact(d_handle(161))
+TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+FINISH = b'data: {"choices":[{"finish_reason":"stop"}]}\n\n'
+HANDED = FINISH.replace(b"}\n", b',"kv_transfer_params":%b}\n' % RAW)
+DONE = b"data: [DONE]\n\n"
+_PART = 131_072
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        SSE | {":status": "400"},
+        SSE | {":status": "503"},
+        SSE | {"content-encoding": "gzip"},
+        SSE | {"content-encoding": "identity"},
+        {":status": "200", "content-type": "application/json"},
+        {":status": "200", "content-type": "application/x-text/event-stream"},
+        {":status": "200"},
+    ],
+    ids=str,
+)
+def test_what_the_portable_lane_must_read_is_left_to_it(headers: Mapping[str, str]) -> None:
+    lane = FastLane(headers)
+    assert lane.play([TOKEN, HANDED]) == TOKEN + HANDED  # it is ext_proc that looks at these
+    assert (lane.taken_on, lane.calls, lane.errors) == (False, [], [])
+
+
+@pytest.mark.parametrize("turn", [None, {}, {"decode_node": "10.0.0.2:8200"}], ids=str)
+def test_what_the_router_has_not_named_is_left_to_it(turn: Mapping[str, str] | None) -> None:
+    lane = FastLane(turn=turn)
+    assert lane.play([HANDED]) == HANDED
+    assert (lane.calls, lane.errors) == ([], [])
+
+
+@pytest.mark.parametrize("kind", ["text/event-stream", "Text/Event-Stream;charset=utf-8"])
+@pytest.mark.parametrize("status", ["200", "206"])
+def test_streams_are_taken_on(kind: str, status: str) -> None:
+    lane = FastLane({":status": status, "content-type": kind})
+    assert lane.play([TOKEN, HANDED, DONE]) == TOKEN + FINISH + DONE
+    assert lane.taken_on
+
+
+def test_the_end_of_a_turn_is_held_until_the_router_has_what_it_left() -> None:
+    lane = FastLane()
+    lane.play([TOKEN, TOKEN, HANDED, DONE])
+    first, last = lane.calls
+    assert (first.waited, first.last, first.text) == (True, False, TOKEN + TOKEN + HANDED)
+    assert first.passed == 2 * len(TOKEN)  # and not the finish
+    assert (last.waited, last.last, last.text) == (False, True, DONE)
+
+
+def test_a_router_that_had_no_time_is_told_again_while_nothing_waits() -> None:
+    lane = FastLane(status=b"14")
+    lane.play([TOKEN, HANDED, DONE])
+    first, again, last = lane.calls
+    assert (first.waited, again.waited, last.waited) == (True, False, False)
+    assert (again.headers, again.body) == (first.headers, first.body)
+    assert (last.number, last.last) == (2, True)
+
+
+def test_a_router_that_does_not_know_the_turn_is_told_once() -> None:
+    lane = FastLane(status=b"5")
+    lane.play([TOKEN, HANDED, DONE])
+    assert [c.number for c in lane.calls] == [1, 2]
+
+
+def test_the_end_of_a_stream_without_a_handle_is_held_too() -> None:
+    lane = FastLane()
+    lane.play([TOKEN, FINISH, DONE])
+    (call,) = lane.calls
+    assert (call.waited, call.last, call.text, call.passed) == (True, True, TOKEN + FINISH + DONE, len(call.text))
+
+
+def test_a_body_that_trailers_end_is_told_of() -> None:
+    lane = FastLane()
+    lane.chunk(TOKEN)
+    lane.trailers()
+    assert [(c.last, c.waited, c.text) for c in lane.calls] == [(True, False, TOKEN)]
+
+
+def test_a_handle_is_held_where_trailers_end_the_body_behind_it() -> None:
+    lane = FastLane()
+    assert lane.chunk(HANDED) == FINISH
+    lane.trailers()
+    assert [(c.last, c.waited, c.text) for c in lane.calls] == [(False, True, HANDED), (True, False, b"")]
+
+
+def test_an_answer_that_its_node_keeps_is_told_of_from_its_first_event_on() -> None:
+    lane = FastLane(turn=TURN | {"early": "1"})
+    lane.play([TOKEN[:9], TOKEN[9:], TOKEN, HANDED, DONE])
+    assert [(c.waited, c.last, c.text, c.passed) for c in lane.calls] == [
+        (True, False, TOKEN, 0),
+        (True, False, TOKEN + HANDED, 2 * len(TOKEN)),
+        (False, True, DONE, 2 * len(TOKEN) + len(FINISH) + len(DONE)),
+    ]
+
+
+def test_an_answer_of_one_piece_tells_the_first_event_and_the_end_in_order() -> None:
+    lane = FastLane(turn=TURN | {"early": "1"})
+    assert lane.play([TOKEN + HANDED + DONE]) == TOKEN + FINISH + DONE
+    assert [(c.number, c.last, c.waited) for c in lane.calls] == [(1, False, True), (2, True, True)]
+
+
+def test_a_long_answer_is_told_in_parts_for_which_nothing_waits() -> None:
+    lane = FastLane()
+    token = b"data: " + b"x" * 1000 + b"\n\n"
+    assert lane.play([token] * 300) == token * 300
+    assert lane.told == token * 300
+    each = -(-_PART // len(token)) * len(token)
+    assert [(len(c.text), c.waited) for c in lane.calls] == [
+        (each, False),
+        (each, False),
+        (300 * len(token) - 2 * each, True),
+    ]
+
+
+def test_a_slow_answer_is_told_every_twenty_seconds() -> None:
+    lane = FastLane()
+    began = lane.passing.clock()
+    lane.passing.clock = lambda: began + 19
+    lane.chunk(TOKEN)
+    assert lane.calls == []
+    lane.passing.clock = lambda: began + 21
+    lane.chunk(TOKEN)
+    assert [(c.text, c.waited) for c in lane.calls] == [(TOKEN + TOKEN, False)]
+
+
+def test_the_first_pieces_are_timed() -> None:
+    lane = FastLane()
+    for i in range(20):
+        lane.at(1000 + i)
+        lane.chunk(TOKEN)
+    lane.at(1100)
+    lane.chunk(HANDED)
+    (call,) = lane.calls
+    assert call.about == ["1", "0", *(f"{len(TOKEN)}:{100 - i}" for i in range(16))]
+
+
+def test_a_call_names_the_turn_and_goes_to_its_router_as_grpc_wants_it() -> None:
+    lane = FastLane()
+    lane.play([HANDED])
+    for call in lane.calls:
+        assert call.cluster == TURN["router"]
+        assert (
+            call.headers.items()
+            >= {
+                ":method": "POST",
+                ":path": "/kvreturn.FastLane/Part",
+                "content-type": "application/grpc",
+                "te": "trailers",
+                "x-kvreturn-turn": TURN["turn"],
+            }.items()
+        )
+
+
+def test_frames_tell_lengths_of_more_than_two_bytes() -> None:
+    big = b"data: " + b"x" * 300_000 + b"\n\n"
+    lane = FastLane()
+    lane.play([big])
+    assert lane.calls[0].text == big  # checks the length in the frame
+
+
+def test_the_router_waits_no_longer_than_its_stores_deadline_and_half_a_second() -> None:
+    assert "local TIMEOUT = 520 " in hold_script(0.02)
+
+
+def test_the_memory_of_an_event_is_bounded() -> None:
+    lane = FastLane(limit=1000)
+    head = b'data: {"a":1,"kv_transfer_params":{"b":"'
+    out = lane.chunk(head) + b"".join(lane.chunk(b"x" * 500) for _ in range(2000)) + lane.chunk(b'"}}\n\n')
+    assert out == b'data: {"a":1}\n\n'
+    lane.end()
+    assert max(len(c.text) for c in lane.calls) < _PART + 1000  # what was not told yet is all that was kept
+
+
+# --- a script that fails ---
+
+
+def breaking(where: str) -> FastLane:
+    """The script fails at the second piece that comes there."""
+    broken = "local times = 0\nlocal function fail() times = times + 1 if times == 2 then error('broken') end end\n"
+    return FastLane(change=lambda script: broken + script.replace(where, f"{where}\n  fail()"))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "function Events:decode(data)",
+        "function Answer:keep(handle, bytes)",
+        "local function pass(handle, answer, chunk)",
+    ],
+)
+def test_an_answer_is_cut_where_the_script_fails_and_nothing_leaks(where: str) -> None:
+    lane = breaking(where)
+    assert lane.play([TOKEN, *cuts.by(100, HANDED), DONE]) == TOKEN
+    assert [b"cuts an answer" in e for e in lane.errors] == [True]
+    assert lane.calls[-1].last  # the router is told that no more comes
+
+
+def test_where_the_router_cannot_be_called_the_answer_passes_without_the_handle() -> None:
+    lane = breaking("function Answer:hand(handle, last, hold)")
+    assert lane.play([TOKEN, HANDED, DONE]) == TOKEN + FINISH + DONE
+    assert lane.errors == []
+
+
+def test_a_holding_script_that_fails_lets_clean_bytes_pass() -> None:
+    lane = FastLane(turn={"turn": TURN["turn"]})  # no router to call
+    assert lane.play([TOKEN, HANDED, DONE]) == TOKEN + FINISH + DONE
+    assert len(lane.errors) == 1
