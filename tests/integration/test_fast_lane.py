@@ -1,6 +1,7 @@
 """The fast lane through real Envoy: what clients get, when the router knows of it, and what faults do to it."""
 
 import asyncio
+import contextlib
 import random
 import signal
 import time
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -90,8 +92,13 @@ async def test_both_lanes_give_clients_and_the_store_the_same(path: str, pieces:
 async def test_an_answer_that_cannot_be_read_does_not_leak(lane: str, encoding: str) -> None:
     headers = {"content-type": "text/event-stream", "content-encoding": encoding}
     async with scripted(lane, streams(*EVENTS, headers=headers)) as (there, _, _d):
-        answer = await there.post(CHAT, FIRST)
-        assert (answer.status == 502 or encoding == "gzip") and b"remote_" not in answer.body  # noqa: PT018
+        got = b""
+        async with there.client.post(CHAT, data=FIRST) as answer:
+            with contextlib.suppress(aiohttp.ClientPayloadError):  # what is no gzip may be cut once that is found
+                while data := await answer.content.readany():
+                    got += data
+        assert answer.status == 502 or encoding == "gzip"
+        assert b"remote_" not in got
 
 
 async def test_whoever_has_the_end_of_a_turn_finds_it_in_the_store() -> None:
