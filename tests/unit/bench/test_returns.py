@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,9 @@ def test_with_little_room_on_d_auto_is_eager_and_serves_as_many_turns() -> None:
     assert not auto.failures
 
 
+@pytest.mark.skipif(
+    "KVRETURN_TEST_SLOW" not in os.environ, reason="takes 11 s of CPU; set KVRETURN_TEST_SLOW=1 to run it"
+)
 def test_with_little_room_on_p_auto_turns_lazy_and_back_and_lazy_again(tmp_path: Path) -> None:
     runs = {way.name: [play(LITTLE_P, way, 0)] for way in (LAZY, AUTO)}
     for lazy, auto in zip(runs["lazy"][0].parts, runs["auto"][0].parts, strict=True):
