@@ -35,7 +35,6 @@ from faults.deployment import deployed
 from faults.events import EVENTS
 from faults.load import Load
 from faults.run import Act, Phase, Run, Times
-
 from kvreturn.envoy.process import ProcessError
 
 _BOUND = 270.0  # seconds for all events; start and end take a few more

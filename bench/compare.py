@@ -19,6 +19,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(_ROOT / folder) for folder in ("extproc", "bench")]
 
+from kvreturn.envoy.process import ProcessError
 from lanes import noise
 from lanes.candidates import FAST, PORTABLE, PROXY, VLLM_ROUTER, Choice
 from lanes.figures import figures
@@ -27,8 +28,6 @@ from lanes.plan import FULL, SHORT
 from lanes.run import run
 from lanes.targets import Target, targets
 from lanes.tools import ToolError
-
-from kvreturn.envoy.process import ProcessError
 
 _FILES = 65_536
 _NAMES = (PORTABLE, FAST, "proxy", "vllm-router")

@@ -22,6 +22,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(_ROOT / folder) for folder in ("extproc", "bench")]
 
 import aiohttp
+
 from faults.counters import Outcomes, reuse, samples
 from faults.deployment import Deployment, deployed
 from faults.load import Load

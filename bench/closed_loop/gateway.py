@@ -5,8 +5,8 @@ import json
 import math
 
 import aiohttp
-from closed_loop.agents import TOOLS, Message, Turn
 
+from closed_loop.agents import TOOLS, Message, Turn
 from kvreturn.server.service import ExternalProcessor
 from property.verdict import Told
 from support.extproc import Envoy, Modes, Request

@@ -3,9 +3,10 @@
 from collections import Counter
 from pathlib import Path
 
+from matplotlib.figure import Figure  # no pyplot: it would keep every figure
+
 from closed_loop.running import Run
 from closed_loop.scenarios import Scenario
-from matplotlib.figure import Figure  # no pyplot: it would keep every figure
 
 _STEP = 30.0  # seconds of virtual time in one bar
 _EAGER = {"tool_calls": "#1f97ad", "quick_gap": "#6cc3d2", "exploring": "#c9a227"}

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+
 from closed_loop import virtual
 from closed_loop.agents import Message, Turn, agent
 from closed_loop.gateway import Gateway
 from closed_loop.scenarios import Phase, Scenario, Way
-
 from kvreturn.config import Settings
 from kvreturn.server.service import ExternalProcessor
 from kvreturn.server.world import World

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from faults.processes import Process, Stores, kvreturn, router
 
+from faults.processes import Process, Stores, kvreturn, router
 from kvreturn.config import Settings
 from kvreturn.demo.stack import free_addresses, health
 from kvreturn.envoy import names

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import aiohttp
+
 from faults.deployment import CONCURRENCY, DRAIN, Deployment
 from faults.load import Load
 from faults.processes import Process, Stores
-
 from kvreturn.envoy import names
 
 _AWAY = 2.0  # seconds until a killed process is replaced

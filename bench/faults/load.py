@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import openai
-from faults.deployment import MODEL, Deployment
 
+from faults.deployment import MODEL, Deployment
 from kvreturn.demo.leg import Leg, Said
 from kvreturn.demo.script import Message, Script
 

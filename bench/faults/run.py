@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import aiohttp
+
 from faults.counters import INTERVAL, Outcomes, reuse
 from faults.deployment import PREFILL_RATE, Deployment
 from faults.events import Event, Scene, Told

@@ -11,14 +11,14 @@ from typing import Any
 
 import aiohttp
 import yaml
-from lanes.ground import Ground, ground
-from lanes.tools import build
 
 from kvreturn.config import Settings
 from kvreturn.demo.stack import free_addresses
 from kvreturn.envoy import bootstrap, names
 from kvreturn.envoy.process import ProcessError, Sink
 from kvreturn.settings.envoy import Envoy
+from lanes.ground import Ground, ground
+from lanes.tools import build
 
 _ROOT = Path(__file__).resolve().parent.parent.parent
 PROXY = _ROOT / ".vllm-scripts/vllm-0.32.0/disagg_proxy_multiturn.py"

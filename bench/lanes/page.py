@@ -5,13 +5,12 @@ import platform
 from collections.abc import Iterable, Iterator
 from html import escape
 
+from kvreturn.report.page import document, table
 from lanes import noise
 from lanes.figures import Estimate, Figures
 from lanes.plan import BODIES
 from lanes.run import Run
 from lanes.targets import Target
-
-from kvreturn.report.page import document, table
 
 _LEVELS = {"met": "", "not met": "void", "too noisy": "doubt", "not measured": ""}
 

@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from functools import partial
 
-from lanes.figures import Estimate, Figures, LoadFigures
-from lanes.plan import BODIES
-from lanes.run import Run
-from lanes.waterfall import Waterfall
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvreturn.report import drawing
 from kvreturn.report.drawing import ON, finish
+from lanes.figures import Estimate, Figures, LoadFigures
+from lanes.plan import BODIES
+from lanes.run import Run
+from lanes.waterfall import Waterfall
 
 # Told apart on white and on black, also by the colour-blind; and by their markers.
 _STYLES = {

@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvreturn.envoy.process import Sink
 from lanes.candidates import Candidate, Choice, Field, Skipped, field_of
 from lanes.noise import Noise, looked
 from lanes.plan import BODIES, RATE, Plan
 from lanes.tools import Load, ToolError, run_client
 from lanes.waterfall import Waterfall, waterfalls
-
-from kvreturn.envoy.process import Sink
 
 _SUSTAINED = 0.98  # share of the tokens due that must come in the window
 _DELAY_US = 100_000.0  # p90 of the delay from which on a load is not sustained

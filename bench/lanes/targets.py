@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lanes import noise
 from lanes.candidates import FAST, PORTABLE
 from lanes.figures import Estimate, Figures, LoadFigures
 from lanes.plan import BODIES, LOADS
 from lanes.run import Run
-
-from lanes import noise
 
 Verdict = Literal["met", "not met", "too noisy", "not measured"]
 _PROXY = "proxy"

@@ -7,12 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvreturn.envoy.process import Sink
 from lanes.candidates import PORTABLE, Candidate, router_settings, start_lane
 from lanes.ground import ground
 from lanes.plan import BODIES
 from lanes.tools import Load, run_client
-
-from kvreturn.envoy.process import Sink
 
 _STEPS = Path(__file__).resolve().parent / "steps.py"
 _ORDER = ("headers", "body", "read, fingerprint", "take", "choose", "P leg", "rewrite", "answer")

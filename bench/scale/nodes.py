@@ -3,11 +3,10 @@
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from scale.loop import Loop, Process
-from scale.memory import Memory
-
 from kvreturn.core.choice import Pressure
 from kvreturn.sim import Timing
+from scale.loop import Loop, Process
+from scale.memory import Memory
 
 
 class Node:

@@ -6,6 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # no pyplot: it would keep every figure
 from matplotlib.ticker import FuncFormatter
+
 from scale.figures import Figures
 from scale.sweeps import Sweep
 from scale.tables import Runs

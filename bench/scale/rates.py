@@ -16,9 +16,8 @@ All TTFTs, and the prefill duration for 2k with read-back on, are predictions.
 
 from dataclasses import dataclass
 
-from scale.memory import BLOCK
-
 from kvreturn.sim import Timing
+from scale.memory import BLOCK
 
 _LAYERS, _KV_HEADS, _HEAD = 64, 8, 128  # Qwen3-32B's config.json
 BYTES_PER_TOKEN = _LAYERS * _KV_HEADS * _HEAD * 2 * 2  # K and V, 2 bytes each: 262,144

@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from scale.loop import Loop
-from scale.memory import BLOCK
-from scale.nodes import DecodeNode, Node, Pin, PrefillNode, Talk
-
 from kvreturn.core.choice import Choice, Chooser, Fate, Moment
 from kvreturn.core.cost import CostModel
 from kvreturn.core.turn import SLACK_TOKENS
 from kvreturn.core.unseen import Unseen
 from kvreturn.settings.returns import Returns
+from scale.loop import Loop
+from scale.memory import BLOCK
+from scale.nodes import DecodeNode, Node, Pin, PrefillNode, Talk
 
 N = TypeVar("N", bound=Node)
 Mode = Literal["lazy", "eager", "auto"]

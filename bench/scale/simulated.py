@@ -19,15 +19,14 @@ from closed_loop.running import Deployed, deployed
 from closed_loop.scenarios import SCALE, SCENARIOS, TIMING, Scenario
 from closed_loop.scenarios import WAYS as CLOSED_WAYS
 from closed_loop.scenarios import Way as ClosedWay
+from kvreturn.sim import NodeConfig, Timing
+from kvreturn.sim.words import WORDS
 from scale.figures import Tally
 from scale.published import CLIENTS, CONVERSATIONS
 from scale.rates import ANSWER, QUESTION, TURNS, Rates
 from scale.router import WAYS, Way
 from scale.serving import Deployment, Serving
 from scale.workload import Turn
-
-from kvreturn.sim import NodeConfig, Timing
-from kvreturn.sim.words import WORDS
 
 _FIGURES = ("ttft_p50", "ttft_p90", "ttft_mean", "computed", "read", "pinned")
 _LOOK = 2.0  # seconds between looks at D's pins

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import aiohttp
 from aiohttp import web
+
 from faults import verdict
 from faults.counters import samples
 from faults.deployment import deployed
@@ -15,7 +16,6 @@ from faults.events import EVENTS
 from faults.load import Load
 from faults.processes import Process, router
 from faults.run import Run, Times
-
 from kvreturn.config import Settings
 from kvreturn.envoy import names
 from kvreturn.server.app import running

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+
 from faults.events import Told
 from faults.load import Sent
 from faults.run import Act, Phase

@@ -6,6 +6,8 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+
+from kvreturn.demo.stack import free_addresses
 from lanes.candidates import Skipped
 from lanes.figures import Estimate, figures
 from lanes.noise import Noise, words
@@ -14,8 +16,6 @@ from lanes.plan import SHORT
 from lanes.run import Run, Sample
 from lanes.targets import Target, _below, targets
 from lanes.tools import Load, build, request_body, run_client
-
-from kvreturn.demo.stack import free_addresses
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="node and client are built by cc")
 HANDLE = b',"kv_transfer_params":{'

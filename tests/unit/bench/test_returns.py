@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from closed_loop import plots, tables, virtual
 from closed_loop.running import Part, Run, play
 from closed_loop.scenarios import SCENARIOS, WAYS, Phase

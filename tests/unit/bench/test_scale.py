@@ -8,7 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from closed_loop.scenarios import SCENARIOS, Phase
+from kvreturn.sim import Timing
+from kvreturn.upstream.pool import Pool
 from scale import plots, published, simulated, tables
 from scale.figures import Tally, percentiles
 from scale.loop import Loop, Steps
@@ -20,9 +23,6 @@ from scale.serving import Deployment, Serving
 from scale.sweeps import Sweep, serve, sweeps
 from scale.traces import mooncake, recorded
 from scale.workload import Arrivals, Turn, habits
-
-from kvreturn.sim import Timing
-from kvreturn.upstream.pool import Pool
 
 _, ONE_WAY, LAZY, EAGER, AUTO = WAYS
 WITHIN = 0.15  # of what was published
