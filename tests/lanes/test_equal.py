@@ -1,4 +1,7 @@
-"""Both lanes give the client the same bytes, at the same moments, for the same pieces of an answer."""
+"""Both lanes give the client the same bytes for the same pieces of an answer.
+
+And at the same moments, up to the event with the handle: from there on the fast lane holds all back until the end.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,7 +14,7 @@ from kvreturn.core.api import Chat, Messages, Responses
 from kvreturn.core.capture import StreamCapture
 from support import corpus, cuts
 from support.events import message_events, response_events
-from support.lanes import FastLane
+from support.lanes import End, FastLane
 from support.turns import compact, d_handle
 
 Pieces = Sequence[bytes]
@@ -27,15 +30,27 @@ def portable(pieces: Pieces, limit: int = _BIG) -> list[bytes]:
     return [*(capture.decode(p) for p in pieces if p), capture.flush()]
 
 
-def fast(pieces: Pieces, limit: int = _BIG) -> list[bytes]:
+def fast(pieces: Pieces, limit: int = _BIG, by: End = "empty") -> list[bytes]:
     """The same through the scripts. Envoy has no empty pieces but the last."""
     lane = FastLane(limit=limit)
-    lane.play(p for p in pieces if p)
+    lane.play([p for p in pieces if p], by=by)
     assert lane.errors == []
     assert lane.taken_on
     assert lane.told == b"".join(pieces)  # whatever the client gets, the router is told all
     assert [c.last for c in lane.calls] == [False] * (len(lane.calls) - 1) + [True]
     return lane.out
+
+
+def check_equal(pieces: Pieces, limit: int = _BIG) -> None:
+    """What goes on is the same, and only what is behind a handle waits in the fast lane."""
+    expected, out = portable(pieces, limit), fast(pieces, limit)
+    assert b"".join(out) == b"".join(expected)
+    if out != expected:
+        held = next(i for i, (a, b) in enumerate(zip(out, expected, strict=True)) if a != b)
+        assert not any(out[held:-1])
+        assert b"_transfer_params" in b"".join([p for p in pieces if p][: held + 1])
+    if any(pieces):
+        assert b"".join(fast(pieces, limit, by="last")) == b"".join(expected)
 
 
 def chat(**more: object) -> bytes:
@@ -112,9 +127,9 @@ def test_what_a_client_gets_of_a_stream(lane: Lane, text: bytes, expected: bytes
 def test_each_piece_gives_the_same_in_both_lanes_wherever_it_is_cut(text: bytes) -> None:
     for limit in (_BIG, 40):  # with the latter, most events are too large to be kept
         for pieces in [*cuts.in_two(text)][:: max(1, len(text) // 12)]:
-            assert fast(pieces, limit) == portable(pieces, limit)
+            check_equal(pieces, limit)
         for size in (1, 16):
-            assert fast(cuts.by(size, text), limit) == portable(cuts.by(size, text), limit)
+            check_equal(cuts.by(size, text), limit)
 
 
 @pytest.mark.parametrize("recording", [*corpus.files("data/streams/*.sse"), *corpus.files("samples/sse_*.txt")])
@@ -122,7 +137,7 @@ def test_recorded_streams(recording: object) -> None:
     text = recording.read_bytes()  # type: ignore[attr-defined] # a path
     handed = text.replace(b'"choices":[]', b'"choices":[]' + HIDDEN) + chat(kv_transfer_params=HANDLE)
     for pieces, limit in (([text], _BIG), (cuts.by(211, text), _BIG), (cuts.by(97, handed), _BIG), ([handed], 300)):
-        assert fast(pieces, limit) == portable(pieces, limit)
+        check_equal(pieces, limit)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +147,8 @@ def test_recorded_streams(recording: object) -> None:
 )
 def test_streams_of_the_other_apis(text: bytes) -> None:
     for pieces in ([text], cuts.by(64, text), cuts.by(500, text)):
-        out = fast(pieces)
-        assert out == portable(pieces)
-        assert b"remote_block_ids" not in b"".join(out)
+        check_equal(pieces)
+        assert b"remote_block_ids" not in b"".join(fast(pieces))
 
 
 # Fragments that matter to either lane, in any order: most of what comes out is no JSON, and no proper event.
@@ -151,7 +165,7 @@ _ANY = st.lists(st.sampled_from(_FRAGMENTS), max_size=24).map(b"".join)
 @given(text=_ANY, offsets=st.lists(st.integers(0, 400), max_size=8), limit=st.sampled_from([20, 60, _BIG]))
 def test_whatever_comes_both_lanes_give_the_same(text: bytes, offsets: list[int], limit: int) -> None:
     pieces = cuts.at(offsets, text)
-    assert fast(pieces, limit) == portable(pieces, limit)
+    check_equal(pieces, limit)
 
 
 _NAMES = st.sampled_from(
@@ -183,4 +197,4 @@ def test_events_of_any_json(
     lines = [json.dumps(o, separators=separators, ensure_ascii=ascii_only) for o in objects]
     text = "".join(f"data: {line}{end}" for line in lines).encode("utf-8", "surrogatepass")
     pieces = cuts.at(offsets, text)
-    assert fast(pieces) == portable(pieces)
+    check_equal(pieces)

@@ -6,7 +6,7 @@ import pytest
 
 from kvreturn.envoy.lanes import hold_script
 from support import cuts
-from support.lanes import SSE, TURN, FastLane
+from support.lanes import SSE, TURN, End, FastLane
 from support.turns import compact, d_handle
 
 RAW = compact(d_handle(161))
@@ -51,28 +51,42 @@ def test_streams_are_taken_on(kind: str, status: str) -> None:
     assert lane.taken_on
 
 
-def test_the_end_of_a_turn_is_held_until_the_router_has_what_it_left() -> None:
+@pytest.mark.parametrize("by", ["empty", "last"])
+def test_the_end_of_a_turn_is_held_until_the_router_has_what_it_left(by: End) -> None:
     lane = FastLane()
-    lane.play([TOKEN, TOKEN, HANDED, DONE])
-    first, last = lane.calls
-    assert (first.waited, first.last, first.text) == (True, False, TOKEN + TOKEN + HANDED)
-    assert first.passed == 2 * len(TOKEN)  # and not the finish
-    assert (last.waited, last.last, last.text) == (False, True, DONE)
+    assert lane.play([TOKEN, TOKEN, HANDED, DONE], by=by) == TOKEN + TOKEN + FINISH + DONE
+    (call,) = lane.calls
+    assert (call.waited, call.last, call.text) == (True, True, TOKEN + TOKEN + HANDED + DONE)
+    assert call.passed == 2 * len(TOKEN)  # and not the finish
+
+
+def test_the_holding_script_is_not_woken_before_the_end() -> None:
+    lane = FastLane()
+    lane.chunk(TOKEN)
+    assert lane.holding.waits == b"trailers"
+
+
+def test_an_answer_that_goes_on_behind_its_handle_is_not_held_back_for_long() -> None:
+    lane = FastLane()
+    token = b"data: " + b"x" * 1000 + b"\n\n"
+    assert lane.play([HANDED, *[token] * 200, DONE]) == FINISH + token * 200 + DONE
+    held = next(i for i, out in enumerate(lane.out) if out)
+    assert (held + 1) * len(token) > 65_536 > (held - 1) * len(token)
+    assert lane.out[held + 1 : -2] == [token] * (200 - held)
 
 
 def test_a_router_that_had_no_time_is_told_again_while_nothing_waits() -> None:
     lane = FastLane(status=b"14")
     lane.play([TOKEN, HANDED, DONE])
-    first, again, last = lane.calls
-    assert (first.waited, again.waited, last.waited) == (True, False, False)
+    first, again = lane.calls
+    assert (first.waited, again.waited) == (True, False)
     assert (again.headers, again.body) == (first.headers, first.body)
-    assert (last.number, last.last) == (2, True)
 
 
 def test_a_router_that_does_not_know_the_turn_is_told_once() -> None:
     lane = FastLane(status=b"5")
     lane.play([TOKEN, HANDED, DONE])
-    assert [c.number for c in lane.calls] == [1, 2]
+    assert [c.number for c in lane.calls] == [1]
 
 
 def test_the_end_of_a_stream_without_a_handle_is_held_too() -> None:
@@ -86,14 +100,18 @@ def test_a_body_that_trailers_end_is_told_of() -> None:
     lane = FastLane()
     lane.chunk(TOKEN)
     lane.trailers()
-    assert [(c.last, c.waited, c.text) for c in lane.calls] == [(True, False, TOKEN)]
+    assert [(c.last, c.waited, c.text) for c in lane.calls] == [(True, True, TOKEN)]
 
 
-def test_a_handle_is_held_where_trailers_end_the_body_behind_it() -> None:
+def test_what_was_held_back_is_lost_where_trailers_end_the_body() -> None:
+    """As in the portable lane; but here that is all from the handle on. So what announces trailers is not taken on."""
     lane = FastLane()
-    assert lane.chunk(HANDED) == FINISH
+    lane.chunk(TOKEN)
+    assert lane.chunk(HANDED) == b""
     lane.trailers()
-    assert [(c.last, c.waited, c.text) for c in lane.calls] == [(False, True, HANDED), (True, False, b"")]
+    assert b"".join(lane.out) == TOKEN
+    assert [(c.last, c.waited, c.text) for c in lane.calls] == [(True, False, TOKEN + HANDED)]
+    assert not FastLane(SSE | {"trailer": "x-checksum"}).taken_on
 
 
 def test_an_answer_that_its_node_keeps_is_told_of_from_its_first_event_on() -> None:
@@ -101,15 +119,14 @@ def test_an_answer_that_its_node_keeps_is_told_of_from_its_first_event_on() -> N
     lane.play([TOKEN[:9], TOKEN[9:], TOKEN, HANDED, DONE])
     assert [(c.waited, c.last, c.text, c.passed) for c in lane.calls] == [
         (True, False, TOKEN, 0),
-        (True, False, TOKEN + HANDED, 2 * len(TOKEN)),
-        (False, True, DONE, 2 * len(TOKEN) + len(FINISH) + len(DONE)),
+        (True, True, TOKEN + HANDED + DONE, 2 * len(TOKEN)),
     ]
 
 
-def test_an_answer_of_one_piece_tells_the_first_event_and_the_end_in_order() -> None:
+def test_an_answer_of_one_piece_tells_the_first_event_with_the_end() -> None:
     lane = FastLane(turn=TURN | {"early": "1"})
     assert lane.play([TOKEN + HANDED + DONE]) == TOKEN + FINISH + DONE
-    assert [(c.number, c.last, c.waited) for c in lane.calls] == [(1, False, True), (2, True, True)]
+    assert [(c.number, c.last, c.waited) for c in lane.calls] == [(1, True, True)]
 
 
 def test_a_long_answer_is_told_in_parts_for_which_nothing_waits() -> None:
@@ -142,9 +159,9 @@ def test_the_first_pieces_are_timed() -> None:
         lane.at(1000 + i)
         lane.chunk(TOKEN)
     lane.at(1100)
-    lane.chunk(HANDED)
+    lane.chunk(b"", last=True)
     (call,) = lane.calls
-    assert call.about == ["1", "0", *(f"{len(TOKEN)}:{100 - i}" for i in range(16))]
+    assert call.about == ["1", "1", *(f"{len(TOKEN)}:{100 - i}" for i in range(16))]
 
 
 def test_a_call_names_the_turn_and_goes_to_its_router_as_grpc_wants_it() -> None:
@@ -178,9 +195,7 @@ def test_the_router_waits_no_longer_than_its_stores_deadline_and_half_a_second()
 def test_the_memory_of_an_event_is_bounded() -> None:
     lane = FastLane(limit=1000)
     head = b'data: {"a":1,"kv_transfer_params":{"b":"'
-    out = lane.chunk(head) + b"".join(lane.chunk(b"x" * 500) for _ in range(2000)) + lane.chunk(b'"}}\n\n')
-    assert out == b'data: {"a":1}\n\n'
-    lane.end()
+    assert lane.play([head, *[b"x" * 500] * 2000, b'"}}\n\n']) == b'data: {"a":1}\n\n'
     assert max(len(c.text) for c in lane.calls) < _PART + 1000  # what was not told yet is all that was kept
 
 

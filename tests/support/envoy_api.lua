@@ -1,7 +1,7 @@
 -- Envoy's stream handle, as far as the fast lane uses it, for scripts that run in a test's Lua interpreter.
 --
--- Scripts are coroutines that yield for the next chunk and in synchronous calls, as in Envoy. A chunk is dead once the
--- script has yielded. What Envoy refuses is an error here too.
+-- Scripts are coroutines that yield for the next chunk, for trailers and in synchronous calls, as in Envoy. A chunk is
+-- dead once the script has yielded; behind the last one of a body it does not. What Envoy refuses is an error here too.
 
 local Stream = {}
 Stream.__index = Stream
@@ -45,7 +45,16 @@ local function stream(source, headers, metadata, call)
       return coroutine.yield("call", cluster, of_call, body, timeout)
     end,
     bodyChunks = function()
-      return function() return coroutine.yield("chunk") end
+      return function()
+        if not self.ended then
+          return coroutine.yield("chunk")
+        end
+      end
+    end,
+    trailers = function()
+      if not self.ended then
+        coroutine.yield("trailers")
+      end
     end,
   }
   self.call = call
@@ -69,6 +78,7 @@ end
 
 function Stream:resume(...)
   local fine, why, cluster, headers, body, timeout = coroutine.resume(self.routine, ...)
+  self.waits = why
   if not fine then -- Envoy logs it, and the body passes as it is
     self.errors[#self.errors + 1] = why
   elseif why == "call" then
@@ -77,18 +87,24 @@ function Stream:resume(...)
   end
 end
 
--- A chunk passes; what goes on.
-function Stream:chunk(bytes)
-  if coroutine.status(self.routine) == "dead" then
+-- A chunk passes, which may be the last; what goes on.
+function Stream:chunk(bytes, last)
+  self.ended = last
+  if coroutine.status(self.routine) == "dead" or (self.waits == "trailers" and not last) then
     return bytes
   end
   local chunk, settled = self.chunk_of(bytes)
+  if self.waits == "trailers" then
+    self:resume()
+    return bytes
+  end
   self:resume(chunk)
   return settled()
 end
 
--- The body ends otherwise than by an empty chunk: by trailers.
+-- Trailers end the body.
 function Stream:trailers()
+  self.ended = true
   if coroutine.status(self.routine) ~= "dead" then
     self:resume(nil)
   end

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lupa import luajit21
 
@@ -13,6 +13,7 @@ from kvreturn.envoy.lanes import hold_script, pass_script
 SSE = {":status": "200", "content-type": "text/event-stream; charset=utf-8"}
 TURN = {"turn": "a-secret", "router": "kvreturn_router@here"}
 Headers = Mapping[str, str]
+End = Literal["empty", "last"]
 
 
 @dataclass
@@ -117,28 +118,28 @@ class FastLane:
         """Set Envoy's clock."""
         self.passing.now = milliseconds
 
-    def chunk(self, bytes_: bytes) -> bytes:
+    def chunk(self, bytes_: bytes, *, last: bool = False) -> bytes:
         """A chunk passes; what the client gets."""
-        out: bytes = self.holding.chunk(self.holding, self.passing.chunk(self.passing, bytes_))
+        passed = self.passing.chunk(self.passing, bytes_, last)
+        out: bytes = self.holding.chunk(self.holding, passed, last)
         self.out.append(out)
         return out
 
-    def end(self) -> bytes:
-        """The empty chunk by which Envoy's HTTP/1 codec ends a body."""
-        out = self.chunk(b"")
-        self.trailers()
-        return out
-
     def trailers(self) -> None:
-        """The body ends without such a chunk."""
+        """Trailers end the body."""
         for script in (self.passing, self.holding):
             script.trailers(script)
 
-    def play(self, pieces: Iterable[bytes]) -> bytes:
-        """A whole answer; what the client gets."""
-        for piece in pieces:
-            self.chunk(piece)
-        self.end()
+    def play(self, pieces: Iterable[bytes], *, by: End = "empty") -> bytes:
+        """A whole answer; what the client gets.
+
+        Args:
+            pieces: of it.
+            by: what ends it: an empty chunk, as Envoy's HTTP/1 codec has it, or the last one, as HTTP/2 may.
+        """
+        chunks = [*pieces, b""] if by == "empty" else list(pieces)
+        for i, piece in enumerate(chunks, 1):
+            self.chunk(piece, last=i == len(chunks))
         return b"".join(self.out)
 
     @property

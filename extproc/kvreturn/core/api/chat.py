@@ -22,7 +22,6 @@ from kvreturn.core.api.replay import by_value, joined_text, without_empty
 from kvreturn.core.fingerprint import Trail, canonical
 from kvreturn.core.jsontext import ObjectText
 
-_REASONING = ("reasoning", "reasoning_content")  # vLLM's name, and the older one that others use
 # Members that vLLM 0.32.0's /tokenize renders as the chat endpoint does. A request with any other member that may shape
 # the prompt is not tokenizable.
 _TOKENIZE = (
@@ -98,12 +97,15 @@ class ChatAnswer(ChoicesAnswer):
         message = choice.get("delta" if stream else "message")
         if not isinstance(message, dict):
             return
-        for name, parts in (("content", self.content), ("refusal", self.refusal)):
-            if isinstance(message.get(name), str):
-                parts.append(message[name])
-        self.reasoned |= any(message.get(name) for name in _REASONING)
-        calls = message.get("tool_calls")
-        for position, call in enumerate(calls if isinstance(calls, list) else ()):
+        content, refusal, calls = message.get("content"), message.get("refusal"), message.get("tool_calls")
+        if isinstance(content, str):
+            self.content.append(content)
+        if isinstance(refusal, str):
+            self.refusal.append(refusal)
+        # vLLM's name, and the older one that others use.
+        if not self.reasoned and (message.get("reasoning") or message.get("reasoning_content")):
+            self.reasoned = True
+        for position, call in enumerate(calls) if isinstance(calls, list) else ():
             if isinstance(call, Mapping):
                 self._read_call(read_index(call, position), call)
 

@@ -14,15 +14,20 @@ class ChoicesAnswer(Answer):
 
     def read(self, obj: Mapping[str, Any], *, stream: bool) -> None:
         """See `Answer.read`."""
-        self.read_error(obj.get("error"))
-        self.usage.read(obj.get("usage"))
+        # Once per token: so what is not there costs no call.
+        if obj.get("error"):
+            self.read_error(obj["error"])
+        if obj.get("usage"):
+            self.usage.read(obj["usage"])
         choices = obj.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, dict):
                 continue
-            index = read_index(choice, 0)
-            if isinstance(choice.get("finish_reason"), str):
-                self.finish_reasons[index] = choice["finish_reason"]
+            index = choice.get("index")
+            index = index if type(index) is int else 0
+            reason = choice.get("finish_reason")
+            if isinstance(reason, str):
+                self.finish_reasons[index] = reason
             if index == 0:
                 self.read_choice(choice, stream=stream)
 

@@ -7,11 +7,15 @@
 --  * A script is a coroutine. While it waits in a synchronous call, chunks that come are held, and pass it unseen when
 --    the call is over. So this script never makes one: it sees every byte. hand_over.lua makes the call that must hold
 --    the stream; what it does not see is clean already.
---  * A chunk is alive until the script yields, so its bytes are set at once or never.
+--  * A chunk is alive until the script yields, so its bytes are set at once or never. Behind the last chunk of a body
+--    the loop ends without a yield: that one is still alive, and has room for what was held back. HTTP/1 ends a body by
+--    an empty chunk, HTTP/2 may end it by any. Behind trailers no chunk is alive, and what was held back is lost, as in
+--    the portable lane; so an answer that announces trailers is not taken on.
 --  * A script that fails is over, and the rest of the body passes as it is. So what may fail is called by `pcall`, and
 --    if it has failed, nothing more passes: a cut stream rather than a leaking one.
---  * HTTP/1 ends a body by an empty chunk, also where the length was known. Only that one has room for what was held
---    back; trailers have none, as in the portable lane.
+--
+-- From the event with the handle on, all is held back until the answer's end, so that hand_over.lua has nothing to hold
+-- but that end, and need not be woken for any other chunk. A node that ends a turn ends its answer in the same moment.
 --
 -- The script takes an answer on if the router has named the turn, and if it is a stream of events that can be read.
 -- Then it says so in the metadata, which the router gets with the response headers. All other answers (one JSON text,
@@ -20,6 +24,7 @@
 local NAMESPACE, HOLD = "kvreturn", "kvreturn.hold"
 local PART_BYTES, PART_SECONDS = 131072, 20 -- what is kept for the router at most, and for how long
 local MARKS = 16 -- pieces that are timed: the first token is in one of these
+local BACK_BYTES = 65536 -- what is held back of an answer that goes on and on behind its handle
 
 local Answer = {}
 Answer.__index = Answer
@@ -29,22 +34,24 @@ local function new_answer(info)
     info = info,
     events = new_events(EVENT_BYTES),
     kept = {}, -- the node's bytes that the router has not got
+    pieces = 0, -- of these
     size = 0,
     since = os.time(),
     number = 0, -- of the last part
     marks = {},
     timed = 0,
     early = info["early"] ~= nil, -- the router must know of the first event before the client does
-    held = false, -- hand_over.lua has had the part for which it waits, and is gone
+    back = nil, -- what is held back, a list, from the event with the handle on
+    room = BACK_BYTES,
   }, Answer)
 end
 
 function Answer:keep(handle, bytes)
-  self.kept[#self.kept + 1] = bytes
-  self.size = self.size + #bytes
+  local n = self.pieces + 1
+  self.kept[n], self.pieces, self.size = bytes, n, self.size + #bytes
   if self.timed < MARKS then
     self.timed = self.timed + 1
-    self.marks[#self.marks + 1] = { #bytes, handle:timestamp() }
+    self.marks[self.timed] = { #bytes, handle:timestamp() }
   end
 end
 
@@ -56,7 +63,7 @@ function Answer:hand(handle, last, hold)
     about[#about + 1] = string.format("%d:%d", mark[1], now - mark[2])
   end
   local text, said = table.concat(self.kept), table.concat(about, " ")
-  self.kept, self.size, self.since, self.marks = {}, 0, os.time(), {}
+  self.kept, self.pieces, self.size, self.since, self.marks = {}, 0, 0, os.time(), {}
   if hold then
     handle:streamInfo():dynamicMetadata():set(HOLD, hold, said .. "\n" .. text)
   else
@@ -64,32 +71,46 @@ function Answer:hand(handle, last, hold)
   end
 end
 
--- What of these bytes goes on, and whether the router must know of it before the client does.
-function Answer:pass(handle, bytes, last)
+-- What of these bytes goes on now.
+function Answer:pass(handle, bytes)
   self:keep(handle, bytes)
-  local out = last and self.events:flush() or self.events:decode(bytes)
-  if self.early and out ~= "" then
-    self.early = false
-    return out, "first"
-  elseif not self.held and (last or self.events.found) then
-    self.held = true
-    return out, "end"
+  local out = self.events:decode(bytes)
+  if self.events.found and self.room > 0 then
+    self.back = self.back or {}
+    self.back[#self.back + 1] = out
+    self.room = self.room - #out
+    return self.room > 0 and "" or self:release("")
   end
-  return out, nil
+  return out
+end
+
+-- What was held back, and more.
+function Answer:release(more)
+  local back = self.back
+  self.back = nil
+  return back and table.concat(back) .. more or more
 end
 
 local function pass(handle, answer, chunk)
-  local size = chunk:length()
-  local last, bytes = size == 0, size > 0 and chunk:getBytes(0, size) or ""
-  local out, hold = answer:pass(handle, bytes, last)
+  local bytes = chunk:getBytes(0, chunk:length())
+  local out = answer:pass(handle, bytes)
   if out ~= bytes then
     chunk:setBytes(out)
   end
-  if last then
-    answer.ended = true
+  local first = answer.early and out ~= ""
+  if first then
+    answer.early = false
   end
-  if hold or last or answer.size >= PART_BYTES or os.time() - answer.since >= PART_SECONDS then
-    pcall(answer.hand, answer, handle, last, hold) -- the client's stream goes on, whatever becomes of it
+  if first or answer.size >= PART_BYTES or os.time() - answer.since >= PART_SECONDS then
+    -- The client's stream goes on, whatever becomes of it.
+    pcall(answer.hand, answer, handle, false, first and "first" or nil)
+  end
+end
+
+local function finish(answer, chunk)
+  local out = answer:release(answer.events:flush())
+  if out ~= "" then
+    chunk:setBytes(chunk:getBytes(0, chunk:length()) .. out)
   end
 end
 
@@ -98,14 +119,15 @@ function envoy_on_response(handle)
   local info = metadata:get(NAMESPACE)
   local kind, status = headers:get("content-type") or "", tonumber(headers:get(":status")) or 0
   local readable = string.find(string.lower(kind), "text/event-stream", 1, true) == 1
-    and not headers:get("content-encoding")
+    and not headers:get("content-encoding") and not headers:get("trailer")
   if not (info and info["turn"] and readable and status < 400) then
     return
   end
-  local answer, failed = new_answer(info), nil
+  local answer, failed, ending = new_answer(info), nil, nil
   metadata:set(NAMESPACE, "lane", info["turn"])
   for chunk in handle:bodyChunks() do
-    if not failed then
+    ending = chunk
+    if not failed and chunk:length() > 0 then
       local fine, problem = pcall(pass, handle, answer, chunk)
       failed = not fine and problem
       if failed then
@@ -116,7 +138,7 @@ function envoy_on_response(handle)
       chunk:setBytes("")
     end
   end
-  if not answer.ended then -- by trailers, or cut above
-    pcall(answer.hand, answer, handle, true, nil)
-  end
+  -- It fails behind trailers: nothing can go on, and nothing be held.
+  local whole = not failed and ending and pcall(finish, answer, ending)
+  pcall(answer.hand, answer, handle, true, whole and "end" or nil)
 end

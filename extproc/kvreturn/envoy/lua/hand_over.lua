@@ -1,9 +1,9 @@
 -- Holds the end of an answer until the router has what it left: only then can the client send the next turn.
 --
--- fast_lane.lua, which comes before on the response path, puts that part into the metadata when it passes. The call is
--- synchronous: Envoy holds this chunk, and all that follow, until the router answers or TIMEOUT is over. Then the
--- script ends, and Envoy lets go of them. Would it wait for one more chunk instead, they were held until that comes:
--- so it is with the first event of an answer that a node keeps.
+-- fast_lane.lua, which comes before on the response path, puts that part into the metadata when the answer ends. A
+-- script that waits for trailers is not woken for chunks, and is for the end of a body without any. The call is
+-- synchronous: Envoy holds that end, and what comes with it, until the router answers or TIMEOUT is over.
+-- An answer that its node keeps has its first event held too. Envoy lets go of that with the next chunk.
 -- A router that is dead or slow costs no more than TIMEOUT; what passes is stripped already.
 
 local NAMESPACE, HOLD = "kvreturn", "kvreturn.hold"
@@ -28,10 +28,13 @@ function envoy_on_response(handle)
   if not (info and info["lane"]) then
     return
   end
-  for _ in handle:bodyChunks() do
-    tell(handle, info, "first")
-    if tell(handle, info, "end") then
-      return
+  if info["early"] then
+    for _ in handle:bodyChunks() do
+      if tell(handle, info, "first") then
+        break
+      end
     end
   end
+  handle:trailers()
+  tell(handle, info, "end")
 end
