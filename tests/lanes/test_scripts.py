@@ -14,7 +14,7 @@ TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
 FINISH = b'data: {"choices":[{"finish_reason":"stop"}]}\n\n'
 HANDED = FINISH.replace(b"}\n", b',"kv_transfer_params":%b}\n' % RAW)
 DONE = b"data: [DONE]\n\n"
-_PART = 131_072
+_PART = 262_144
 
 
 @pytest.mark.parametrize(
@@ -132,13 +132,13 @@ def test_an_answer_of_one_piece_tells_the_first_event_with_the_end() -> None:
 def test_a_long_answer_is_told_in_parts_for_which_nothing_waits() -> None:
     lane = FastLane()
     token = b"data: " + b"x" * 1000 + b"\n\n"
-    assert lane.play([token] * 300) == token * 300
-    assert lane.told == token * 300
+    assert lane.play([token] * 600) == token * 600
+    assert lane.told == token * 600
     each = -(-_PART // len(token)) * len(token)
     assert [(len(c.text), c.waited) for c in lane.calls] == [
         (each, False),
         (each, False),
-        (300 * len(token) - 2 * each, True),
+        (600 * len(token) - 2 * each, True),
     ]
 
 

@@ -1,13 +1,14 @@
 """The fast lane's scripts in a Lua interpreter of this process, with a stand-in for Envoy around them."""
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from lupa import luajit21
 
+from kvreturn.core.packed import unpack
 from kvreturn.envoy.lanes import hold_script, pass_script
 
 SSE = {":status": "200", "content-type": "text/event-stream; charset=utf-8"}
@@ -36,10 +37,10 @@ class Call:
 
     @property
     def text(self) -> bytes:
-        """The message in gRPC's frame."""
+        """The node's bytes, packed in gRPC's frame."""
         assert self.body[0] == 0
         assert int.from_bytes(self.body[1:5], "big") == len(self.body) - 5
-        return self.body[5:]
+        return unpack(self.body[5:])
 
     @property
     def about(self) -> list[str]:
@@ -63,6 +64,18 @@ def interpreter() -> tuple[Any, Any]:
     """LuaJIT, as Envoy has it, and the stand-in."""
     lua = luajit21.LuaRuntime(encoding=None, unpack_returned_tuples=True)
     return lua, lua.execute(Path(__file__).with_name("envoy_api.lua").read_bytes())
+
+
+def packed(pieces: Iterable[bytes], takes: Collection[int] = ()) -> bytes:
+    """What the script keeps of these pieces; it is taken before each of these numbers, and at the end."""
+    lua, _ = interpreter()
+    kept = lua.execute((pass_script(1) + "\nreturn new_kept()").encode())
+    out = []
+    for i, piece in enumerate(pieces):
+        if i in takes:
+            out.append(kept.take(kept))
+        kept.add(kept, piece)
+    return b"".join([*out, kept.take(kept)])
 
 
 @dataclass

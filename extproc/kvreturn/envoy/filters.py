@@ -130,14 +130,15 @@ def readiness() -> hcm_pb.HttpFilter:
     return _filter("envoy.filters.http.health_check", config)
 
 
-def node_guard(key: str) -> hcm_pb.HttpFilter:
+def node_guard(key: str, more: str = "") -> hcm_pb.HttpFilter:
     """Has Envoy use the node that the metadata names, if that node is alive.
 
     Args:
         key: within the metadata namespace `kvreturn`.
+        more: a script for the same filter: each filter costs every token some time.
     """
     script = _NODE_GUARD.format(namespace=names.METADATA_NAMESPACE, key=key, only=names.ONLY_KEY)
-    return lua(script)
+    return lua(script + more)
 
 
 def lua(script: str) -> hcm_pb.HttpFilter:

@@ -8,7 +8,7 @@ from kvreturn.envoy import names
 from kvreturn.envoy.clusters import router_cluster
 from kvreturn.envoy.protos import Any, accesslog_pb, cluster_pb, core_pb, grpc_log_pb, matcher_pb
 
-_PASS = ("json.lua", "members.lua", "events.lua", "part.lua", "fast_lane.lua")
+_PASS = ("json.lua", "members.lua", "events.lua", "kept.lua", "part.lua", "fast_lane.lua")
 _HOLD = ("part.lua", "hand_over.lua")
 # What the router may need beyond its store's deadline to read up to 128 KiB of answer, on a machine that is busy.
 _BEYOND = 0.5

@@ -37,10 +37,10 @@ def client_listener(settings: Settings) -> listener_pb.Listener:
     hcm = _through_router(settings, _decode_routes(settings, "client"), names.GATEWAY, names.DECODE_NODE_KEY)
     if settings.envoy.lane == "fast":
         # Answers pass from the last filter to the first.
-        ext_proc, node_guard, router = hcm.http_filters
-        passing = filters.lua(lanes.pass_script(settings.limits.event_bytes))
+        ext_proc, _, router = hcm.http_filters
+        passing = filters.node_guard(names.DECODE_NODE_KEY, lanes.pass_script(settings.limits.event_bytes))
         holding = filters.lua(lanes.hold_script(settings.store.deadline))
-        hcm.http_filters = [holding, ext_proc, node_guard, passing, router]
+        hcm.http_filters = [holding, ext_proc, passing, router]
         hcm.access_log += lanes.ends(filters.router_listens(settings))
     hcm.http_filters.insert(0, filters.readiness())
     # Inbound: draining closes this listener only, and running turns still reach their prefill nodes.

@@ -21,6 +21,7 @@ from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
 )
 from kvreturn.config import Settings
+from kvreturn.core.packed import unpack
 from kvreturn.envoy import names
 from kvreturn.server.exchange import Exchange
 from kvreturn.server.messages import Headers, Message, read_metadata
@@ -35,6 +36,10 @@ _NO_BODY = ProcessingMode(
     response_trailer_mode=ProcessingMode.HeaderSendMode.SKIP,
 )
 _OVERTAKEN = 6.0  # seconds that a part may be late behind the next one: the script's calls may take nearly as long
+_OTHER_SCRIPT = (
+    "Envoy's fast lane scripts are not of this version, so that turns in it leave nothing: make the bootstrap again with "
+    "`kvreturn envoy-config`"
+)
 _BEHIND = 1.0  # and behind the end of an exchange that was broken off
 
 
@@ -60,14 +65,14 @@ class Part:
 
         Args:
             about: value of `x-kvreturn-part`: `NUMBER LAST`, then `BYTES:MILLISECONDS` for each mark.
-            text: the message.
+            text: the message, packed.
 
         Raises:
             ValueError: it is no such text.
         """
         number, last, *marks = about.split(" ")
         sizes = [mark.split(":") for mark in marks]
-        return cls(int(number), last == "1", tuple((int(size), int(ms) / 1e3) for size, ms in sizes), text)
+        return cls(int(number), last == "1", tuple((int(size), int(ms) / 1e3) for size, ms in sizes), unpack(text))
 
     def pieces(self) -> Iterator[tuple[bytes, float]]:
         """The text as it came, and how many seconds ago; what was not timed has come just now."""
@@ -246,8 +251,13 @@ class FastLane:
             await context.abort(grpc.StatusCode.NOT_FOUND, "kvreturn: there is no such turn")
         if name in self._passing:
             self.enter(name)
+        try:
+            part = Part.read(told.get(names.PART_HEADER, ""), text)
+        except ValueError:
+            self._world.warn_once(_OTHER_SCRIPT)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"kvreturn: {_OTHER_SCRIPT}")
         # The script may give up waiting, which cancels the call; what is begun is done all the same.
-        work = asyncio.create_task(exchange.part(Part.read(told.get(names.PART_HEADER, ""), text)))
+        work = asyncio.create_task(exchange.part(part))
         self._working.add(work)
         work.add_done_callback(self._working.discard)
         await asyncio.shield(work)

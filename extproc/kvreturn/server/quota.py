@@ -4,6 +4,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Quota:
             self._sweep(
                 next(iter(self._shares))
             )  # in time it is each tenant's turn, those who never come back included
-        over = list(share.ends)[: max(len(share.ends) - self._share, 0)]
+        over = list(islice(share.ends, max(len(share.ends) - self._share, 0)))
         for ticket_over in over:
             self.gone(ticket_over)
         return over

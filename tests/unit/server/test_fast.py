@@ -38,9 +38,14 @@ def harness(**changes: Any) -> Harness:  # noqa: ANN401 - settings as YAML has t
     return Harness(settings(envoy={"lane": "fast"}, **changes))
 
 
+def raw(text: bytes) -> bytes:
+    """Packed, as the script does it where there is nothing to pack."""
+    return b"raw %d\n%b" % (len(text), text)
+
+
 async def call(router: Harness, name: str, about: str, text: bytes) -> bytes:
     context: Any = Context(name, about)
-    return await router.service.fast.part(text, context)
+    return await router.service.fast.part(raw(text), context)
 
 
 class Turn:
@@ -212,6 +217,24 @@ async def test_a_turn_is_told_of_once() -> None:
     assert router.handles == 1
 
 
+@pytest.mark.parametrize(
+    ("about", "text"), [("1 1", b"data: of an older script\n\n"), ("", b""), ("1", b""), ("x 1", b"")]
+)
+async def test_scripts_of_another_version_are_told_of_once_and_harm_nothing(
+    about: str, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    router = harness()
+    turn = await Turn(router, "Hi").begin()
+    await turn.enter()
+    for _ in range(2):
+        context: Any = Context(turn.name, about)
+        with pytest.raises(grpc.aio.AbortError):
+            await router.service.fast.part(text, context)
+    assert caplog.text.count("make the bootstrap again") == 1
+    await turn.tell("1 1", TEXT)
+    assert router.handles == 1
+
+
 async def test_what_is_begun_is_done_though_the_script_waits_no_longer() -> None:
     router = harness()
     turn = await Turn(router, "Hi").begin()
@@ -291,7 +314,7 @@ def test_workers_are_called_by_the_names_that_the_bootstrap_has() -> None:
 
 
 def test_parts_are_read_as_the_script_writes_them() -> None:
-    part = Part.read("3 1 2:1500 1:20", b"abcde")
+    part = Part.read("3 1 2:1500 1:20", raw(b"abcde"))
     assert (part.number, part.last) == (3, True)
     assert list(part.pieces()) == [(b"ab", 1.5), (b"c", 0.02), (b"de", 0.0)]
 

@@ -22,7 +22,7 @@
 -- refusals, compressed ones) go through the router as in the portable lane.
 
 local NAMESPACE, HOLD = "kvreturn", "kvreturn.hold"
-local PART_BYTES, PART_SECONDS = 131072, 20 -- what is kept for the router at most, and for how long
+local PART_BYTES, PART_SECONDS = 262144, 20 -- what is kept for the router at most, and for how long
 local MARKS = 16 -- pieces that are timed: the first token is in one of these
 local BACK_BYTES = 65536 -- what is held back of an answer that goes on and on behind its handle
 
@@ -33,9 +33,7 @@ local function new_answer(info)
   return setmetatable({
     info = info,
     events = new_events(EVENT_BYTES),
-    kept = {}, -- the node's bytes that the router has not got
-    pieces = 0, -- of these
-    size = 0,
+    kept = new_kept(), -- the node's bytes that the router has not got
     since = os.time(),
     number = 0, -- of the last part
     marks = {},
@@ -47,8 +45,7 @@ local function new_answer(info)
 end
 
 function Answer:keep(handle, bytes)
-  local n = self.pieces + 1
-  self.kept[n], self.pieces, self.size = bytes, n, self.size + #bytes
+  self.kept:add(bytes)
   if self.timed < MARKS then
     self.timed = self.timed + 1
     self.marks[self.timed] = { #bytes, handle:timestamp() }
@@ -62,8 +59,8 @@ function Answer:hand(handle, last, hold)
   for _, mark in ipairs(self.marks) do
     about[#about + 1] = string.format("%d:%d", mark[1], now - mark[2])
   end
-  local text, said = table.concat(self.kept), table.concat(about, " ")
-  self.kept, self.pieces, self.size, self.since, self.marks = {}, 0, 0, os.time(), {}
+  local text, said = self.kept:take(), table.concat(about, " ")
+  self.since, self.marks = os.time(), {}
   if hold then
     handle:streamInfo():dynamicMetadata():set(HOLD, hold, said .. "\n" .. text)
   else
@@ -101,7 +98,7 @@ local function pass(handle, answer, chunk)
   if first then
     answer.early = false
   end
-  if first or answer.size >= PART_BYTES or os.time() - answer.since >= PART_SECONDS then
+  if first or answer.kept.bytes >= PART_BYTES or os.time() - answer.since >= PART_SECONDS then
     -- The client's stream goes on, whatever becomes of it.
     pcall(answer.hand, answer, handle, false, first and "first" or nil)
   end
