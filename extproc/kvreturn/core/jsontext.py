@@ -135,6 +135,24 @@ class ObjectText:
             cuts.append((at, at, b"," + new if kept else new))
         return _apply(self.text, cuts)
 
+    def edited(self, drop: Collection[str] = (), put: Mapping[str, bytes] | None = None) -> "ObjectText":
+        """The same as an `ObjectText`. Values are not read again, which takes half a millisecond for a megabyte.
+
+        Args:
+            drop: as for `edit`.
+            put: as for `edit`; valid JSON.
+        """
+        put = put or {}
+        last = {m.name: m for m in self.members}
+        stay = [m for m in self.members if m.name not in drop and (m.name not in put or last[m.name] is m)]
+        sizes = [len(put[m.name]) if m.name in put else m.end - m.value for m in stay]
+        sizes += [len(raw) for name, raw in put.items() if name not in {m.name for m in stay}]
+        size = iter(sizes)
+        new = ObjectText.__new__(ObjectText)
+        new.text = self.edit(drop, put)
+        new.members = _members(new.text, lambda _, at: at + next(size))
+        return new
+
     def map_values(self, names: Collection[str], change: Callable[[bytes], bytes]) -> bytes:
         """The text with the raw values of these names passed through `change`."""
         return _apply(

@@ -60,7 +60,7 @@ def scrub_body(body: ObjectText) -> ObjectText:
         JSONTextError: a member that might hold them cannot be read.
     """
     body = scrub_nested(body)
-    return ObjectText(body.without(HIDDEN)) if any(name in body for name in HIDDEN) else body
+    return body.edited(HIDDEN) if any(name in body for name in HIDDEN) else body
 
 
 def scrub_nested(body: ObjectText) -> ObjectText:
@@ -90,7 +90,7 @@ def stamped(body: ObjectText, api: API, scope: Scope | None) -> ObjectText:
     """
     drop = [name for name in api.ours if name in body]
     put = {"cache_salt": json.dumps(scope.salt(_own_salt(body))).encode()} if scope else {}
-    return ObjectText(body.edit(drop, put)) if drop or put else body
+    return body.edited(drop, put) if drop or put else body
 
 
 def _own_salt(body: ObjectText) -> str:

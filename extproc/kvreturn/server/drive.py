@@ -15,9 +15,10 @@ from kvreturn.server.world import World
 from kvreturn.telemetry.tracing import fail
 
 T = TypeVar("T")
-# A body of this size is worked on in a thread: parsing and digesting take milliseconds per megabyte, for which all
-# other streams of this process would stand still. Once that is done, splicing takes a tenth of it.
-_LARGE, _HUGE = 256 * 1024, 4 << 20
+# A larger body is worked on in a thread: parsing and digesting take 2.5 ms per megabyte, for which all other streams of
+# this process would stand still. Up to there the way to the thread and back would cost the turn more than it spares
+# the others, whom most of the work keeps from the interpreter anyway. Once that is done, splicing takes a tenth of it.
+_LARGE, _HUGE = 1 << 20, 4 << 20
 
 
 async def drive(

@@ -227,7 +227,10 @@ def test_edit_equals_the_same_edit_of_a_dict(
     body = ObjectText(text)
     if slow:
         body.members = jsontext._slow(text)
-    edited = body.edit(drop=drop, put={k: json.dumps(v).encode() for k, v in put.items()})
+    raw = {k: json.dumps(v).encode() for k, v in put.items()}
+    edited = body.edit(drop=drop, put=raw)
+    assert body.edited(drop, raw).text == edited
+    assert body.edited(drop, raw).members == ObjectText(edited).members
     expected = json.loads(text)
     for name in drop:
         expected.pop(name, None)
@@ -286,6 +289,8 @@ def test_edit_equals_the_same_edit_of_a_dict(
 def test_edit_by_hand(path: str, text: bytes, drop: list[str], put: dict[str, bytes], expected: bytes) -> None:
     del path
     assert ObjectText(text).edit(drop=drop, put=put) == expected
+    edited = ObjectText(text).edited(drop, put)
+    assert (edited.text, edited.members) == (expected, ObjectText(expected).members)
 
 
 def test_an_edit_without_effect_gives_the_same_bytes() -> None:
