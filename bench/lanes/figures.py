@@ -41,9 +41,9 @@ class LoadFigures:
         added_p50: ms over the plain Envoy.
         added_p99: ms over the plain Envoy.
         gap_p99: ms between two tokens of a stream.
-        cpu: ms of everything between client and node for 1,000 tokens.
+        cpu: ms of everything between client and node for 1,000 tokens, less what it uses at rest.
         cpu_ratio: of that over the plain Envoy's.
-        python: us of Python processes for one token.
+        python: us of Python processes for one token, less what they use at rest.
         memory: KiB for each stream, over what it had when it was idle.
     """
 
@@ -173,10 +173,10 @@ def _load(run: Run, candidate: str, streams: int) -> LoadFigures | None:
     due = rounds.own[0].load
 
     def cpu_ms(sample: Sample) -> float:
-        return 1e6 * _cpu(sample, run.kinds[sample.candidate])
+        return 1e6 * _cpu(sample, run)
 
     def python_us(sample: Sample) -> float:
-        return 1e6 * _cpu(sample, run.kinds[sample.candidate], "python")
+        return 1e6 * _cpu(sample, run, "python")
 
     def memory(sample: Sample) -> float:
         rss = sum(p["rss"] for p in sample.result["processes"].values())
@@ -222,7 +222,13 @@ def _micro(series: str, quantile: str) -> Measure:
     return lambda sample: float(sample.result[series][quantile]) / 1e3
 
 
-def _cpu(sample: Sample, kinds: dict[str, str], kind: str | None = None) -> float:
-    """Seconds of CPU time for each token."""
-    used = sum(p["cpu_s"] for pid, p in sample.result["processes"].items() if kind in {None, kinds[pid]})
-    return float(used / max(sample.result["window_tokens"], 1))
+def _cpu(sample: Sample, run: Run, kind: str | None = None) -> float:
+    """Seconds of CPU time for each token, less what the processes use at rest."""
+    kinds, rest = run.kinds[sample.candidate], run.rest.get(sample.candidate, {})
+    seconds = sample.result["window_seconds"]
+    used = sum(
+        p["cpu_s"] - seconds * rest.get(pid, 0.0)
+        for pid, p in sample.result["processes"].items()
+        if kind in {None, kinds[pid]}
+    )
+    return float(max(used, 0.0) / max(sample.result["window_tokens"], 1))

@@ -75,6 +75,12 @@ def _parts(run: Run, figures: Figures, promised: list[Target], plots: dict[str, 
     )
     yield "<p>* not every token came as fast as it was sent, in every round: delays are those of an overload.</p>"
     yield table(
+        "At rest, ms of CPU time in a second; taken off what is said of tokens",
+        ("", ""),
+        ((escape(run.labels[c]), f"{1e3 * sum(of.values()):.1f}") for c, of in run.rest.items()),
+        "tn",
+    )
+    yield table(
         "Growth from the lowest to the highest load", ("", "delay p50", "CPU for a token"), _growth(run, figures), "tnn"
     )
     best = figures.sustained.items()

@@ -25,6 +25,7 @@ class Plan:
         warm: seconds before it, by number of streams: the turns begin then, and each costs some milliseconds.
         ladder: numbers of streams to find the highest that is sustained, ascending.
         climb: seconds of each of these.
+        rest: seconds in which all stand still, to see what they use then.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Plan:
     warm: dict[int, float]
     ladder: tuple[int, ...]
     climb: float
+    rest: float
 
     def load(self, streams: int) -> Load:
         """The client's part."""
@@ -45,5 +47,5 @@ class Plan:
         return Load(streams, RATE, seconds=self.climb, warm=1.0 + streams / 200)
 
 
-FULL = Plan("full", 7, 30, {20: 5, 256: 5, 1000: 3}, 4.0, {20: 1.5, 256: 2.5, 1000: 6.0}, _LADDER, 2.5)
-SHORT = Plan("short", 3, 10, {20: 2, 256: 2, 1000: 1}, 1.2, {20: 0.6, 256: 1.4, 1000: 1.8}, (), 0.0)
+FULL = Plan("full", 7, 30, {20: 5, 256: 5, 1000: 3}, 4.0, {20: 1.5, 256: 2.5, 1000: 6.0}, _LADDER, 2.5, 10.0)
+SHORT = Plan("short", 3, 10, {20: 2, 256: 2, 1000: 1}, 1.2, {20: 0.6, 256: 1.4, 1000: 1.8}, (), 0.0, 4.0)

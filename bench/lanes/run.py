@@ -82,6 +82,7 @@ class Run:
         labels: by candidate.
         skipped: what could not run.
         idle: by candidate and pid, bytes in memory before any load, but after the first tokens.
+        rest: by candidate and pid, seconds of CPU time in each second in which nothing is asked.
         first: samples of first tokens.
         loads: samples of loads.
         climbed: samples of the ladder.
@@ -95,6 +96,7 @@ class Run:
     labels: dict[str, str] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
     idle: dict[str, dict[str, int]] = field(default_factory=dict)
+    rest: dict[str, dict[str, float]] = field(default_factory=dict)
     first: list[Sample] = field(default_factory=list)
     loads: list[Sample] = field(default_factory=list)
     climbed: list[Sample] = field(default_factory=list)
@@ -115,6 +117,7 @@ class Run:
             "candidates": self.labels,
             "skipped": [asdict(s) for s in self.skipped],
             "idle_rss": self.idle,
+            "rest_cpu": self.rest,
             "first_token": [asdict(s) for s in self.first],
             "loads": [asdict(s) for s in self.loads],
             "ladder": [asdict(s) for s in self.climbed],
@@ -154,6 +157,8 @@ async def run(plan: Plan, choice: Choice, hold: float, sink: Sink, tell: Tell) -
         await _first_tokens(plan, running, found.first, tell)
         for c in running.candidates:
             found.idle[c.name] = {str(pid): _rss(pid) for pid in c.pids}
+        tell("what they use at rest")
+        found.rest = await _rested(running.candidates, plan.rest)
         await _loads(plan, running, found.loads, tell)
         tell("waterfall of the request path")
         found.falls = await waterfalls(running.candidates[0], running.nodes, plan.requests, choice.concurrency, sink)
@@ -234,6 +239,22 @@ async def _held(c: Candidate, seconds: float) -> Held:
         with contextlib.suppress(asyncio.CancelledError):
             await watching
     return Held(c.name, sample.result, rss, sample.sustained)
+
+
+async def _rested(candidates: list[Candidate], seconds: float) -> dict[str, dict[str, float]]:
+    """Health checks, timers and the like: what no token is to blame for."""
+
+    def used() -> dict[str, dict[str, float]]:
+        return {c.name: {str(pid): _cpu(pid) for pid in c.pids} for c in candidates}
+
+    before = used()
+    await asyncio.sleep(seconds)
+    return {name: {pid: (cpu - before[name][pid]) / seconds for pid, cpu in of.items()} for name, of in used().items()}
+
+
+def _cpu(pid: int) -> float:
+    """Seconds of CPU time of all its threads; /proc/PID/stat has it in ticks of 10 ms."""
+    return sum(int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
 def _rss(pid: int) -> int:

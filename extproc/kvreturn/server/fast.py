@@ -37,8 +37,8 @@ _NO_BODY = ProcessingMode(
 )
 _OVERTAKEN = 6.0  # seconds that a part may be late behind the next one: the script's calls may take nearly as long
 _OTHER_SCRIPT = (
-    "the fast lane's scripts in Envoy are of another version, so that its turns leave nothing: make the bootstrap again "
-    "with `kvreturn envoy-config`"
+    "the fast lane's scripts in Envoy are of another version, so that its turns leave nothing: make the bootstrap "
+    "again with `kvreturn envoy-config`"
 )
 _BEHIND = 1.0  # and behind the end of an exchange that was broken off
 

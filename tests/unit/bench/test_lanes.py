@@ -1,10 +1,12 @@
 """bench/lanes: what the client notices, how figures come about, and when a target counts as met."""
 
 import asyncio
+import time
 import contextlib
 import shutil
 from collections.abc import AsyncIterator, Callable
 
+import aiohttp
 import pytest
 
 from kvreturn.demo.stack import free_addresses
@@ -212,6 +214,32 @@ def test_cpu_time_is_told_for_a_thousand_tokens_and_memory_for_a_stream() -> Non
     assert lane.python.value == pytest.approx(125.0)  # us for one token
     assert lane.cpu_ratio.rounds == pytest.approx([10.0, 5.0])
     assert lane.memory.value == pytest.approx(1024.0)  # KiB: 20 MiB for 20 streams
+
+
+def test_what_a_process_uses_at_rest_is_no_tokens_cost() -> None:
+    found = measured()
+    found.rest = {"portable": {"portable-1": 0.015}}  # 0.018 s in a window of 1.2 s
+    lane = figures(found).of_load("portable", 20)
+    assert lane
+    assert lane.cpu.value == pytest.approx(100.0)  # ms: 0.072 s for 720 tokens
+    assert lane.python.value == pytest.approx(100.0)
+    found.rest = {"portable": {"portable-1": 1.0}}
+    lane = figures(found).of_load("portable", 20)
+    assert lane
+    assert lane.cpu.value == 0
+
+
+@needs_cc
+async def test_an_answer_without_a_pace_ends_apart_from_its_first_token() -> None:
+    async with node() as below, aiohttp.ClientSession() as session:
+        body = request_body(Load(1, 0))
+        async with session.post(f"http://127.0.0.1:{below}/v1/chat/completions", data=body) as answer:
+            begun, pieces = time.monotonic(), []
+            async for piece in answer.content.iter_any():
+                pieces.append((piece, time.monotonic() - begun))
+    assert b"[DONE]" not in pieces[0][0]
+    assert b"[DONE]" in pieces[-1][0]
+    assert pieces[-1][1] > 0.003
 
 
 def test_the_page_tells_targets_and_what_could_not_run() -> None:
