@@ -1,9 +1,9 @@
 """bench/lanes: what the client notices, how figures come about, and when a target counts as met."""
 
 import asyncio
-import time
 import contextlib
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
@@ -234,9 +234,8 @@ async def test_an_answer_without_a_pace_ends_apart_from_its_first_token() -> Non
     async with node() as below, aiohttp.ClientSession() as session:
         body = request_body(Load(1, 0))
         async with session.post(f"http://127.0.0.1:{below}/v1/chat/completions", data=body) as answer:
-            begun, pieces = time.monotonic(), []
-            async for piece in answer.content.iter_any():
-                pieces.append((piece, time.monotonic() - begun))
+            begun = time.monotonic()
+            pieces = [(piece, time.monotonic() - begun) async for piece in answer.content.iter_any()]
     assert b"[DONE]" not in pieces[0][0]
     assert b"[DONE]" in pieces[-1][0]
     assert pieces[-1][1] > 0.003
