@@ -80,6 +80,7 @@ LABELS = {
     "choice": "`eager`, `lazy`",
     "result": "one word of a fixed list: what became of it",
     "streamed": "`true`, `false`",
+    "lane": "`fast`, `portable`",
     "side": "`request`, `response`",
     "operation": "`take`, `put`, `replace`; errors also `ping`",
     "kind": "store: `timeout`, `busy`, `breaker_open`, `auth`, `full`, `refused`, ...; discovery: `failed`, `empty`",

@@ -9,6 +9,7 @@ from kvreturn.core.address import split_address
 from kvreturn.doctor.context import OK, Answer, Context, pools
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 from kvreturn.envoy import names
+from kvreturn.envoy.lane_rules import has_scripts
 from kvreturn.envoy.lint import lint
 from kvreturn.envoy.ports import is_ip, reachable
 
@@ -70,6 +71,21 @@ def _lint(ctx: Context, dump: Answer) -> Iterator[Finding]:
         yield fail(check, what, f"see rule {problem.rule} in envoy/README.md, or use `kvreturn envoy-config`")
     if not problems:
         yield ok(check, "breaks none of our rules")
+    yield _lane(ctx, bootstrap)
+
+
+def _lane(ctx: Context, bootstrap: Mapping[str, Any]) -> Finding:
+    """Whether Envoy and the router mean the same lane (docs/lanes.md); if not, answers take the portable one."""
+    check, lane, scripts = "envoy.lane", ctx.settings.envoy.lane, has_scripts(bootstrap)
+    if scripts == (lane == "fast"):
+        return ok(check, lane)
+    what = (
+        "envoy.lane is `fast`, but Envoy has no scripts for it"
+        if lane == "fast"
+        else "Envoy has the scripts of the fast lane, but envoy.lane is `portable`"
+    )
+    remedy = "make Envoy's bootstrap and start the router from the same settings (`kvreturn envoy-config`)"
+    return warn(check, f"{what}: streamed answers pass through the router", remedy)
 
 
 def _bootstrap(dump: Answer) -> Mapping[str, Any] | None:

@@ -1,9 +1,10 @@
 """The lint's rules for the fast lane: its two scripts, and what stands around them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from kvreturn.envoy import names
-from kvreturn.envoy.reading import Doc, is_type
+from kvreturn.envoy.reading import Doc, chains, is_type, normalise
 from kvreturn.envoy.subject import Subject
 
 _PASSES, _HOLDS = "function Answer:pass(", "local function tell("  # what only fast_lane.lua and hand_over.lua have
@@ -33,9 +34,27 @@ def fast_lane(s: Subject) -> Iterator[tuple[str, str]]:
         yield s.where, what
     if not s.config.get("allow_mode_override"):
         yield s.where, "the fast lane's answers go through the router too; set allow_mode_override"
-    if not any(name.startswith(names.one_router("")) for name in s.clusters):
-        what = f"no cluster {names.one_router('ADDRESS')} of one router alone: the scripts can tell nobody of a turn"
+    alone = names.one_router("")
+    if not any(_told_by(log).startswith(alone) for log in s.chain.manager.get("access_log", [])):
+        what = (
+            f"no gRPC access log goes to a cluster {alone}ADDRESS: nobody tells the router of clients that leave and "
+            "nodes that die, and their turns stay open"
+        )
+        yield s.chain.where, what
+    if not any(name.startswith(alone) for name in s.clusters):
+        what = f"no cluster {alone}ADDRESS of one router alone: the scripts can tell nobody of a turn"
         yield "static_resources.clusters", what
+
+
+def has_scripts(bootstrap: Mapping[str, Any]) -> bool:
+    """Whether streamed answers can take the fast lane through an Envoy of this bootstrap."""
+    return any(_PASSES in _source(f.get("typed_config", {})) for c in chains(normalise(bootstrap)) for f in c.filters)
+
+
+def _told_by(log: Doc) -> str:
+    """The cluster to which a gRPC access log goes; empty if it is none."""
+    service = log.get("typed_config", {}).get("common_config", {}).get("grpc_service", {})
+    return str(service.get("envoy_grpc", {}).get("cluster_name", ""))
 
 
 def _having(s: Subject, words: str) -> list[int]:

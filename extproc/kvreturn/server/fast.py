@@ -8,7 +8,7 @@ taken an answer on, the ext_proc stream ends with OK: the router may die, and th
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 
 import grpc
@@ -24,7 +24,7 @@ from kvreturn.config import Settings
 from kvreturn.core.packed import unpack
 from kvreturn.envoy import names
 from kvreturn.server.exchange import Exchange
-from kvreturn.server.messages import Headers, Message, read_metadata
+from kvreturn.server.messages import Headers, Message, read_headers, read_metadata
 from kvreturn.server.request import Mode
 from kvreturn.server.world import World
 
@@ -39,6 +39,10 @@ _OVERTAKEN = 6.0  # seconds that a part may be late behind the next one: the scr
 _OTHER_SCRIPT = (
     "the fast lane's scripts in Envoy are of another version, so that its turns leave nothing: make the bootstrap "
     "again with `kvreturn envoy-config`"
+)
+_NO_SCRIPT = (
+    "envoy.lane is `fast`, but Envoy has no scripts for it: streamed answers pass through the router. Make Envoy's "
+    "bootstrap again with `kvreturn envoy-config` and start it with that, or set envoy.lane: portable"
 )
 _BEHIND = 1.0  # and behind the end of an exchange that was broken off
 
@@ -83,6 +87,13 @@ class Part:
         yield self.text[at:], 0.0
 
 
+def _for_scripts(headers: Mapping[str, str]) -> bool:
+    """Whether fast_lane.lua takes on answers with such headers."""
+    plain = "transfer-encoding" in headers and "content-encoding" not in headers and "trailer" not in headers
+    events = headers.get("content-type", "").lower().startswith("text/event-stream")
+    return plain and events and headers.get(":status", "")[:1] in {"2", "3"}
+
+
 class FastExchange(Exchange):
     """An exchange whose answer may leave for the fast lane.
 
@@ -118,10 +129,14 @@ class FastExchange(Exchange):
             # Envoy's Lua sets one with each chunk that it changes, for as long as the headers are here.
             answer.response_headers.response.header_mutation.remove_headers.append("content-length")
             self.over = self._apart = True
+            if self._record:
+                self._record.passes_in_envoy()
             self._lane.enter(self._name)
             async with self._parts:
                 self._next = 1
                 self._parts.notify_all()
+        elif self._name and self._response and _for_scripts(read_headers(message.response_headers.headers)):
+            self._world.warn_once(_NO_SCRIPT)
         return answers
 
     def close(self) -> None:

@@ -169,7 +169,12 @@ class TurnRecord:
         """The node's headers are here."""
         self._status, self._node, self._moved = status, node, self._world.clock()
         self._times.streamed = content_type.startswith("text/event-stream")
+        self._times.lane = "portable" if self._times.streamed else None
         self.trace.responded(status)
+
+    def passes_in_envoy(self) -> None:
+        """The answer takes the fast lane."""
+        self._times.lane = "fast"
 
     def body(self, data: bytes) -> None:
         """Bytes of D's body pass, as D sent them."""
@@ -237,6 +242,8 @@ class TurnRecord:
                 facts.outcome = Outcome.REJECTED  # by us, by P, or by D before it had the whole request
         elif self._status is None and not facts.fallback:
             metrics.stranded.inc()
+        if self._times.lane:
+            metrics.streamed.labels(self._times.lane).inc()
         error = self._failure = self._error()
         self._world.board.ended(self)
         model = turn.prompt.model if turn.prompt else ""

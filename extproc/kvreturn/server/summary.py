@@ -62,6 +62,7 @@ class Times:
         first_token: from the client's headers to the first byte of content that the client gets.
         total: from the client's headers to the end.
         streamed: whether the answer came as events.
+        lane: how these passed, `portable` or `fast`; None if it did not.
     """
 
     prefill: float = 0.0
@@ -69,6 +70,7 @@ class Times:
     first_token: float | None = None
     total: float = 0.0
     streamed: bool = False
+    lane: str | None = None
 
 
 def hint(turn: Turn) -> str | None:
@@ -140,6 +142,7 @@ def fields(turn: Turn, times: Times, status: int | None, error: str | None, wher
         "retries": facts.retries,
         "fallback": facts.fallback,
         "captured": facts.captured,
+        "lane": times.lane,
         "return": facts.going,
         "session": facts.session,
         "prefill_node": where["prefill_node"],

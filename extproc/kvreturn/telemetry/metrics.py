@@ -123,6 +123,9 @@ class Metrics(Instruments):
             "side",
             buckets=_FAST,
         )
+        self.streamed = self.counter(
+            "answers.streamed", "Streamed answers of turns, by how they pass (docs/lanes.md).", "lane", unit="{answer}"
+        )
         self.retries = self.counter("prefill.retries", "Prefill requests that were sent again, cold.", unit="{request}")
         self.fallbacks = self.counter("prefill.fallbacks", "Turns that D did alone.", unit="{turn}")
         self.stranded = self.counter(

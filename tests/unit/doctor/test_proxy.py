@@ -91,6 +91,26 @@ async def test_what_envoy_says_of_itself(  # noqa: PLR0917 - as parametrized
     assert finding in found.found
 
 
+@pytest.mark.parametrize(
+    ("lane", "of_envoy", "status", "finding"),
+    [
+        ("fast", "fast", "ok", "fast"),
+        ("portable", "portable", "ok", "portable"),
+        ("fast", "portable", "warn", "no scripts"),
+        ("portable", "fast", "warn", "has the scripts"),
+    ],
+)
+async def test_router_and_envoy_must_mean_the_same_lane(
+    tmp_path: Path, lane: str, of_envoy: str, status: str, finding: str
+) -> None:
+    _, other = settings_file(tmp_path, P, D, listen=LISTEN, envoy={"lane": of_envoy})
+    answers = {path: (200, body) for path, body in _admin(to_dict(build(other))).items()}
+    async with FakePrefill(Scripted(answers)) as admin:
+        path, _ = settings_file(tmp_path, P, D, listen=LISTEN, envoy={"admin": admin.address, "lane": lane})
+        found = worst(list((await diagnose(Plan(path, seconds=2.0))).findings), "envoy.lane")
+    assert (found.status, finding in found.found) == (status, True), found
+
+
 def test_a_loopback_side_channel_is_wrong_between_machines() -> None:
     known = Flags("10.0.0.1:8000", "prefill", "kvreturn", side_host="10.0.0.1")
     apart = [known, replace(known, source="10.0.0.2:8000", side="decode", side_host="localhost")]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvreturn.envoy.lane_rules import has_scripts
 from kvreturn.envoy.lint import lint
 
 Doc = dict[str, Any]
@@ -56,6 +57,12 @@ def without_cluster(doc: Doc) -> None:
     clusters[:] = [c for c in clusters if "@" not in c["name"]]
 
 
+def without_log(doc: Doc) -> None:
+    listener = doc["static_resources"]["listeners"][0]
+    manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
+    manager["access_log"] = [log for log in manager["access_log"] if "grpc" not in log["name"]]
+
+
 BREAKS: dict[str, tuple[Callable[[Doc], object], str]] = {
     "hand_over.lua behind ext_proc": (move(_HOLDING, _EXT_PROC), "before ext_proc"),
     "fast_lane.lua before ext_proc": (passes_early, "put it behind"),
@@ -64,6 +71,7 @@ BREAKS: dict[str, tuple[Callable[[Doc], object], str]] = {
     "metadata not forwarded": (lambda doc: ext_proc(doc)["metadata_options"].pop("forwarding_namespaces"), "goes cold"),
     "no mode override": (lambda doc: ext_proc(doc).pop("allow_mode_override"), "allow_mode_override"),
     "no cluster of one router": (without_cluster, "nobody"),
+    "no log of what ends": (without_log, "stay open"),
 }
 
 
@@ -78,6 +86,8 @@ def test_what_breaks_the_fast_lane_is_found(change: Callable[[Doc], object], wor
 
 def test_a_chain_without_either_script_is_the_portable_lane() -> None:
     doc = yaml.safe_load(_SHIPPED)
+    assert has_scripts(doc)
     guard_only(doc)
     del chain(doc)[_HOLDING]
     assert lint(doc) == []
+    assert not has_scripts(doc)

@@ -11,7 +11,7 @@ from kvreturn.config import Settings
 from kvreturn.envoy import names
 from kvreturn.server import fast
 from kvreturn.server.fast import FastLane, Part
-from support.extproc import ALL_MODES, Envoy, Mode, Modes, Request, body_message, headers_message
+from support.extproc import ALL_MODES, Envoy, Mode, Modes, Request, Response, body_message, headers_message
 from support.harness import DECODE, Harness, settings
 from support.nodes import carried_handle, chat, decode_events, handle
 
@@ -114,8 +114,9 @@ async def test_a_turn_in_the_fast_lane_ends_as_in_the_other() -> None:
 
 
 def _counts(line: str) -> bool:
-    """Whether it is a line of what happened, not of how long it took or when."""
-    return not line.startswith("#") and not any(w in line for w in ("_created", "_sum", "_bucket", "python", "process"))
+    """Whether it is a line of what happened, not of how long it took, or when, or by which lane."""
+    others = ("_created", "_sum", "_bucket", "python", "process", "lane=")
+    return not line.startswith("#") and not any(w in line for w in others)
 
 
 async def test_the_router_lets_go_of_the_answer_at_its_headers() -> None:
@@ -205,6 +206,42 @@ async def test_a_part_that_comes_twice_counts_once() -> None:
         await turn.tell(about, text)
     assert router.handles == 1
     assert carried_handle((await Turn(router, "Hi", "Good morning", "And?").begin()).prefill_body) == handle()
+
+
+@pytest.mark.parametrize(
+    ("headers", "said"),
+    [
+        ({}, True),
+        ({"content-type": "application/json"}, False),
+        ({"content-encoding": "identity"}, False),
+        ({"trailer": "x"}, False),
+    ],
+    ids=str,
+)
+async def test_an_envoy_without_scripts_is_told_of_once_and_its_streams_take_the_portable_lane(
+    headers: dict[str, str],
+    said: bool,  # noqa: FBT001
+) -> None:
+    router = harness()
+    for _ in range(2):
+        answer = {"content-type": "text/event-stream", "transfer-encoding": "chunked", **headers}
+        await router.play(
+            Request(pieces=[chat("Hi", stream=True)]), Response(decode_events(), headers=answer), BUFFERED
+        )
+    assert [w for w in router.world.warnings if "has no scripts" in w] == router.world.warnings[: int(said)]
+    streamed = router.metric("answers_streamed_total", lane="portable")
+    assert streamed == (0 if "application/json" in headers.values() else 2)
+
+
+async def test_the_lane_of_a_turn_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    router = harness()
+    turn = await Turn(router, "Hi").begin()
+    await turn.enter()
+    await turn.tell("1 1", TEXT)
+    assert " lane=fast " in caplog.text
+    assert router.metric("answers_streamed_total", lane="fast") == 1
+    assert not router.world.warnings
 
 
 async def test_a_turn_is_told_of_once() -> None:

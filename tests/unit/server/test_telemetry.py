@@ -40,6 +40,7 @@ NAMES = {
     "kvreturn_node_ejections_total",
     "kvreturn_discovery_errors_total",
     "kvreturn_breakers_open",
+    "kvreturn_answers_streamed_total",
     "kvreturn_capture_failures_total",
     "kvreturn_computed_tokens_total",
     "kvreturn_decode_duration_seconds",
@@ -313,17 +314,17 @@ async def test_one_line_for_each_turn(caplog: pytest.LogCaptureFixture) -> None:
     first, second, refused = (re.sub("request=[0-9a-f]{32}", "request=ID", line) for line in lines)
     assert first == (
         "outcome=first_turn api=chat model=m status=200 prompt=114 read=- local=0 returned=- prefill_ms=125.0 "
-        "first_token_ms=125.0 total_ms=125.0 retries=0 fallback=False captured=True return=- session=- "
+        "first_token_ms=125.0 total_ms=125.0 retries=0 fallback=False captured=True lane=portable return=- session=- "
         f"prefill_node=10.0.0.1:8100 decode_node={DECODE} request=ID"
     )
     assert second == (
         "outcome=hit api=chat model=m status=200 prompt=114 read=160 local=0 returned=- prefill_ms=125.0 "
-        "first_token_ms=375.0 total_ms=375.0 retries=0 fallback=False captured=True return=- session=- "
+        "first_token_ms=375.0 total_ms=375.0 retries=0 fallback=False captured=True lane=portable return=- session=- "
         f"prefill_node=10.0.0.1:8100 decode_node={DECODE} request=ID"
     )
     assert refused == (
         "outcome=rejected api=chat model=- status=400 prompt=- read=- local=- returned=- prefill_ms=0.0 "
-        "first_token_ms=- total_ms=0.0 retries=0 fallback=False captured=False return=- session=- "
+        "first_token_ms=- total_ms=0.0 retries=0 fallback=False captured=False lane=- return=- session=- "
         "prefill_node=- decode_node=- request=ID error=400"
     )
 
