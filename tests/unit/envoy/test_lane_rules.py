@@ -11,7 +11,7 @@ import yaml
 from kvreturn.envoy.lint import lint
 
 Doc = dict[str, Any]
-_SHIPPED = (Path(__file__).parents[3] / "envoy/gateway-fast-lane.yaml").read_text()
+_SHIPPED = (Path(__file__).parents[3] / "envoy/gateway.yaml").read_text()
 _READY, _HOLDING, _EXT_PROC, _PASSING, _ROUTER = range(5)
 
 

@@ -326,6 +326,11 @@ def test_parts_are_read_as_the_script_writes_them() -> None:
         ("0.0.0.0:9090", ["10.0.0.1:9090"], "kvreturn_router@10.0.0.1:9090"),
         ("10.0.0.2:9090", ["10.0.0.1:9090", "10.0.0.2:9090"], "kvreturn_router@10.0.0.2:9090"),
         ("0.0.0.0:9090", ["10.0.0.1:9090", "10.0.0.2:9090"], ""),
+        ("0.0.0.0:9090", ["192.0.2.1:9090", "127.0.0.2:9091", "127.0.0.2:9090"], "kvreturn_router@127.0.0.2:9090"),
+        ("0.0.0.0:9090", ["127.0.0.1:9090", "127.0.0.2:9090"], ""),  # both may be it
+        ("0.0.0.0:9090", ["router:9090"], ""),  # a name may stand for several
+        ("router-1:9090", ["router-1:9090", "router-2:9090"], "kvreturn_router@router-1:9090"),
+        ("unix:/r.sock", ["10.0.0.1:9090", "10.0.0.2:9090"], ""),
     ],
 )
 def test_envoy_calls_the_router_that_has_the_turn(listen: str, routers: list[str], cluster: str) -> None:
