@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -234,7 +235,7 @@ class TestBodies:
     ) -> None:
         body = bytes(range(256)) * 16_384
         router.rewrite = lambda sent: sent + b"more" * 1000
-        modes = {"request_body_mode": request_mode, "response_body_mode": response_mode}
+        modes: dict[str, Any] = {"request_body_mode": request_mode, "response_body_mode": response_mode}
         async with gateway(router.listen, [nodes[0].address], lane=lane, **modes) as envoy:
             assert await envoy.ask(body) == (200, "first")
         request, arrived = nodes[0].requests[0]
