@@ -249,14 +249,16 @@ async def test_what_is_begun_is_done_though_the_script_waits_no_longer() -> None
     assert router.handles == 1
 
 
+@pytest.mark.parametrize("overtakes", [False, True])
 async def test_the_end_of_an_exchange_that_nobody_else_tells_comes_by_the_access_log(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, *, overtakes: bool
 ) -> None:
-    monkeypatch.setattr(fast, "_BEHIND", 0.01)
+    """It may be here before the answer's headers are: that is another connection."""
+    monkeypatch.setattr(fast, "_BEHIND", 0.05)
     router = harness()
     turn = await Turn(router, "Hi").begin()
-    await turn.enter()
-    await turn.tell("1 0", EVENTS[0])
+    if not overtakes:
+        await turn.enter()
     entries = StreamAccessLogsMessage()
     for name in ("another", turn.name):
         entry = entries.http_logs.log_entry.add()
@@ -267,8 +269,17 @@ async def test_the_end_of_an_exchange_that_nobody_else_tells_comes_by_the_access
         yield entries
 
     context: Any = None
-    await router.service.fast.logs(messages(), context)
-    await router.service.fast.drained(5)
+    logs = asyncio.create_task(router.service.fast.logs(messages(), context))
+    if overtakes:
+        await logs
+        await turn.enter()
+    await turn.tell("1 0", EVENTS[0])
+    assert router.metric("live_streams") >= 1  # its own stream may be open still
+    async with asyncio.timeout(5):
+        while router.world.admission.live:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)
+    await logs
+    assert router.metric("live_streams") == 0
     assert router.outcomes() == {"first_turn": 1}
     assert router.metric("turns_incomplete_total") == 1
     assert (router.records, router.world.admission.live) == (0, 0)
