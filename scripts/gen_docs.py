@@ -131,7 +131,7 @@ def metrics() -> str:
 
 BOOTSTRAPS = {
     "kvreturn": "gateway",
-    "fast-lane": "gateway-fast-lane",
+    "portable-lane": "gateway-portable-lane",
     "full-duplex": "gateway-full-duplex",
     "orchestrated": "orchestrated",
 }

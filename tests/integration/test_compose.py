@@ -20,6 +20,7 @@ async def test_a_conversation_goes_on_when_one_of_the_two_routers_dies(tmp_path:
             await talk.turn(sdk)
         await until(lambda: len(outcomes(*routers)) == 3)
         assert outcomes(*routers) == ["first_turn", *["hit"] * 2]
+        assert not [line for router in routers for line in router.lines if "envoy.lane" in line]  # nothing to warn of
         dead, alive = routers if outcomes(routers[0]) else reversed(routers)  # one that had turns of it
         await dead.kill()
         for _ in range(2):

@@ -19,7 +19,18 @@ from kvreturn.server.app import running
 from support import cuts
 from support.envoy import unused_address
 from support.events import message_events, response_events
-from support.gateway import CHAT, Front, client, configuration, envoy_before, product, scripted, what_comes
+from support.gateway import (
+    CHAT,
+    FAST,
+    PORTABLE,
+    Front,
+    client,
+    configuration,
+    envoy_before,
+    product,
+    scripted,
+    what_comes,
+)
 from support.nodes import (
     COLD,
     FakePrefill,
@@ -35,8 +46,7 @@ from support.nodes import (
 from support.processes import EVENTS, FIRST, NEXT, SSE, Paused, apart, once_up
 from support.talk import Talk
 
-FAST = "fast-lane"
-LANES = ("kvreturn", FAST)
+LANES = (PORTABLE, FAST)
 _SMALL = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}]}\n\n'
 _LARGE = b'data: {"choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n' % (b"x" * (1 << 20))
 

@@ -12,6 +12,7 @@ from aiohttp import web
 from kvreturn.config import Settings
 from kvreturn.envoy.bootstrap import build, to_dict
 from kvreturn.envoy.lint import lint
+from kvreturn.envoy.names import EXT_PROC_FILTER, ROUTER_CLUSTER
 from support import cuts
 from support.envoy import Json, Router, client_manager
 from support.gateway import CHAT, SHIPPED, configuration, scripted
@@ -34,9 +35,14 @@ def broken_rules(shipped: str, change: Any) -> set[str]:  # noqa: ANN401 - as `f
 
 
 def filters(bootstrap: Json) -> list[Json]:
-    """Those of the client listener: the second is ours, the last Envoy's router."""
+    """Those of the client listener: the first is `readiness`, the last Envoy's router."""
     found: list[Json] = client_manager(bootstrap)["http_filters"]
     return found
+
+
+def behind_ours(bootstrap: Json) -> int:
+    """The place behind our ext_proc filter."""
+    return [f["name"] for f in filters(bootstrap)].index(EXT_PROC_FILTER) + 1
 
 
 async def test_007_content_length_is_lost_where_bodies_are_streamed_and_nothing_else(shipped: str) -> None:
@@ -51,7 +57,7 @@ async def test_007_content_length_is_lost_where_bodies_are_streamed_and_nothing_
     assert len(seen.body) > len(body)
     framing = {h: seen.headers[h] for h in ("content-length", "transfer-encoding") if h in seen.headers}
     buffered = {"content-length": str(len(seen.body))}
-    assert framing == (buffered if shipped == "kvreturn" else {"transfer-encoding": "chunked"})
+    assert framing == ({"transfer-encoding": "chunked"} if shipped == "full-duplex" else buffered)
     assert p.seen[0].headers["content-length"] == str(len(p.seen[0].body))
 
 
@@ -60,7 +66,8 @@ def second_ext_proc(address: str, **mode: str) -> Any:  # noqa: ANN401 - as `fro
 
     def change(bootstrap: Json) -> None:
         resources, chain = bootstrap["static_resources"], filters(bootstrap)
-        cluster = json.loads(json.dumps(resources["clusters"][-1]).replace("kvreturn_router", "other"))
+        ours = next(c for c in resources["clusters"] if c["name"] == ROUTER_CLUSTER)
+        cluster = json.loads(json.dumps(ours).replace(ROUTER_CLUSTER, "other"))
         host, port = address.split(":")
         (endpoints,) = cluster["load_assignment"]["endpoints"]
         endpoints["lb_endpoints"][0]["endpoint"]["address"]["socket_address"] = {
@@ -69,12 +76,12 @@ def second_ext_proc(address: str, **mode: str) -> Any:  # noqa: ANN401 - as `fro
         }
         resources["clusters"].append(cluster)
         config = {
-            "@type": chain[1]["typed_config"]["@type"],
+            "@type": chain[behind_ours(bootstrap) - 1]["typed_config"]["@type"],
             "grpc_service": {"envoy_grpc": {"cluster_name": "other"}},
             "processing_mode": mode,
             "message_timeout": "10s",  # the default is too little for a busy machine
         }
-        chain.insert(2, {"name": "other", "typed_config": config})
+        chain.insert(behind_ours(bootstrap), {"name": "other", "typed_config": config})
 
     return change
 
@@ -160,7 +167,7 @@ async def test_032_a_decompressor_belongs_before_our_filter(shipped: str) -> Non
         filters(bootstrap).insert(0, {"name": "decompressor", "typed_config": config})
 
     def behind(bootstrap: Json) -> None:
-        filters(bootstrap).insert(2, {"name": "decompressor", "typed_config": config})
+        filters(bootstrap).insert(behind_ours(bootstrap), {"name": "decompressor", "typed_config": config})
 
     async with scripted(shipped, compressed, None, before) as (there, p, _):
         answer = await there.post(CHAT, gzip.compress(chat("Hi")), content_encoding="gzip")

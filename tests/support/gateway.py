@@ -27,8 +27,9 @@ from support.harness import outcomes
 from support.nodes import FakePrefill, Handler, replies
 from support.tap import Tap
 
-SHIPPED = ("kvreturn", "full-duplex")
-"""The examples that users start from: bodies buffered and streamed, and bodies in full duplex."""
+FAST, PORTABLE = "kvreturn", "portable-lane"
+SHIPPED = (FAST, PORTABLE, "full-duplex")
+"""The examples that users start from: the fast lane, the portable one, and that with bodies in full duplex."""
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

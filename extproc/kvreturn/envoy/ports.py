@@ -38,6 +38,16 @@ def reachable(listen: str) -> str:
     return f"[::1]:{port}" if ":" in host else f"127.0.0.1:{port}"
 
 
+def is_own(host: str) -> bool:
+    """Whether an IP address is one of this machine's: only those can be bound."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True
+
+
 def may_be_several(listens: Sequence[str]) -> bool:
     """Whether more than one server may be behind these: a name stands for all its addresses (a headless Service)."""
     hosts = [split_address(listen)[0] for listen in listens if not listen.startswith("unix:")]

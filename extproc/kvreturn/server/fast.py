@@ -21,8 +21,10 @@ from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingResponse,
 )
 from kvreturn.config import Settings
+from kvreturn.core.address import split_address
 from kvreturn.core.packed import unpack
 from kvreturn.envoy import names
+from kvreturn.envoy.ports import is_ip, is_own, is_unspecified, may_be_several
 from kvreturn.server.exchange import Exchange
 from kvreturn.server.messages import Headers, Message, read_headers, read_metadata
 from kvreturn.server.request import Mode
@@ -234,6 +236,8 @@ class FastLane:
         """An answer passes in the fast lane; said again with each part."""
         if name in self._passing:
             self._passing[name].cancel()
+        else:
+            self._world.metrics.live.inc()  # its stream is over, the exchange is not
         self._passing[name] = asyncio.get_running_loop().call_later(self._idle, self.leave, name)
         self._empty.clear()
 
@@ -242,6 +246,7 @@ class FastLane:
         timer = self._passing.pop(name, None)
         if timer:
             timer.cancel()
+            self._world.metrics.live.dec()
             self._named[name].finish()
         if not self._passing:
             self._empty.set()
@@ -299,7 +304,8 @@ class FastLane:
             for entry in message.http_logs.log_entry:
                 ours = entry.common_properties.metadata.filter_metadata[names.METADATA_NAMESPACE]
                 name = ours.fields[names.TURN_KEY].string_value
-                if name in self._passing:  # parts may be on their way yet; after a good end, the last one is
+                # The answer's headers may be on their way yet, and parts; after a good end, the last one is.
+                if name in self._named:
                     broken = entry.common_properties.response_flags
                     loop.call_later(_BEHIND if broken else 2 * _OVERTAKEN, self.leave, name)
 
@@ -308,14 +314,24 @@ def own_cluster(settings: Settings) -> str | None:
     """The cluster by which Envoy calls this router and no other; None if there is no fast lane here."""
     if settings.envoy.lane != "fast":
         return None
-    known = settings.envoy.routers
-    if known and settings.listen not in known:
-        if len(known) > 1:
-            log.warning(
-                "envoy.lane: fast has no effect on this router: its `listen`, %s, is not among envoy.routers, so that "
-                "Envoy could not tell it from the others. Make it the same there and here",
-                settings.listen,
-            )
-            return None
-        return names.one_router(known[0])
-    return names.one_router(settings.listen)
+    known = settings.envoy.routers or [settings.listen]
+    found = [settings.listen] if settings.listen in known else _of_this_machine(known, settings.listen)
+    if len(found) == 1:
+        return names.one_router(found[0])
+    log.warning(
+        "envoy.lane: fast has no effect on this router: its `listen`, %s, is not among envoy.routers, so that Envoy "
+        "could not tell it from the others. Make it the same there and here, or set envoy.lane: portable",
+        settings.listen,
+    )
+    return None
+
+
+def _of_this_machine(known: list[str], listen: str) -> list[str]:
+    """Those of `envoy.routers` that a router which listens on all addresses may be; a name may stand for several."""
+    if not may_be_several(known):
+        return known
+    if listen.startswith("unix:") or not is_unspecified(listen):
+        return []
+    there = [(address, *split_address(address)) for address in known if not address.startswith("unix:")]
+    port = split_address(listen)[1]
+    return [address for address, host, its in there if its == port and is_ip(host) and is_own(host)]

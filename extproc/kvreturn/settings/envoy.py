@@ -39,9 +39,9 @@ class Envoy(Section):
         "where a pool is discovered, else `bootstrap`.",
     )
     lane: Literal["portable", "fast"] = Field(
-        "portable",
-        description="How streamed answers pass (docs/lanes.md). `portable`: through the router, event by event. "
-        "`fast`: through a Lua filter in Envoy; the router gets what it must know in few calls.",
+        "fast",
+        description="How streamed answers pass (docs/lanes.md). `fast`: through a Lua filter in Envoy; the router gets "
+        "what it must know in few calls. `portable`: through the router, event by event.",
     )
     request_body_mode: Literal["BUFFERED", "FULL_DUPLEX_STREAMED"] = Field(
         "BUFFERED", description="BUFFERED gave the lowest time to first token for bodies of 100 KB to 1 MB."

@@ -151,3 +151,8 @@ def test_who_may_reach_what(overlay: str) -> None:
         (store,) = known["kvreturn-valkey"]
         labels = {"app.kubernetes.io/name": "kvreturn", "app.kubernetes.io/component": "router"}
         assert store == {"from": [{"podSelector": {"matchLabels": labels}}], "ports": [{"port": "redis"}]}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_answers_pass_the_router_since_envoy_cannot_call_one_of_many_under_one_name(overlay: str) -> None:
+    assert settings(overlay).envoy.lane == "portable"

@@ -89,7 +89,8 @@ class TestExtProc:
         ],
     )
     def test_modes(self, request_mode: str, response_mode: str, request_trailers: str, *, override: bool) -> None:
-        made = ext_proc(settings(envoy={"request_body_mode": request_mode, "response_body_mode": response_mode}))
+        modes = {"request_body_mode": request_mode, "response_body_mode": response_mode}
+        made = ext_proc(settings(envoy={"lane": "portable", **modes}))
         assert made.processing_mode
         assert made.processing_mode.request_body_mode == ext_proc_pb.ProcessingModeBodySendMode[request_mode]
         assert made.processing_mode.response_body_mode == ext_proc_pb.ProcessingModeBodySendMode[response_mode]
@@ -102,13 +103,15 @@ class TestExtProc:
         assert made.message_timeout
         assert made.message_timeout.total_seconds() == 12.5
 
-    def test_fails_closed_and_takes_only_our_metadata(self) -> None:
-        made = ext_proc(settings())
+    @pytest.mark.parametrize("lane", ["portable", "fast"])
+    def test_fails_closed_and_takes_only_our_metadata(self, lane: str) -> None:
+        made = ext_proc(settings(envoy={"lane": lane}))
         assert not made.failure_mode_allow
         assert made.metadata_options
         assert made.metadata_options.receiving_namespaces
         assert made.metadata_options.receiving_namespaces.untyped == ["kvreturn"]
-        assert made.metadata_options.forwarding_namespaces is None
+        told = made.metadata_options.forwarding_namespaces
+        assert (told and told.untyped) == (["kvreturn"] if lane == "fast" else None)
         assert made.mutation_rules is None
         assert made.response_attributes == ["upstream.address"]
 
@@ -301,7 +304,7 @@ class TestText:
         ("config", "shipped"),
         [
             ("kvreturn.yaml", "gateway.yaml"),
-            ("fast-lane.yaml", "gateway-fast-lane.yaml"),
+            ("portable-lane.yaml", "gateway-portable-lane.yaml"),
             ("full-duplex.yaml", "gateway-full-duplex.yaml"),
             ("orchestrated.yaml", "orchestrated.yaml"),
         ],

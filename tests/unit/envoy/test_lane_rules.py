@@ -12,7 +12,7 @@ from kvreturn.envoy.lane_rules import has_scripts
 from kvreturn.envoy.lint import lint
 
 Doc = dict[str, Any]
-_SHIPPED = (Path(__file__).parents[3] / "envoy/gateway-fast-lane.yaml").read_text()
+_SHIPPED = (Path(__file__).parents[3] / "envoy/gateway.yaml").read_text()
 _READY, _HOLDING, _EXT_PROC, _PASSING, _ROUTER = range(5)
 
 
