@@ -1,11 +1,12 @@
 """How the fast lane's scripts deal with Envoy and with the router: what they take on, whom they tell what, and when."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from kvreturn.envoy.lanes import hold_script
 from support import cuts
+from support.events import response_events
 from support.lanes import SSE, TURN, End, FastLane
 from support.turns import compact, d_handle
 
@@ -58,6 +59,23 @@ def test_the_end_of_a_turn_is_held_until_the_router_has_what_it_left(by: End) ->
     (call,) = lane.calls
     assert (call.waited, call.last, call.text) == (True, True, TOKEN + TOKEN + HANDED + DONE)
     assert call.passed == 2 * len(TOKEN)  # and not the finish
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        response_events(params=d_handle(161)),
+        [TOKEN.replace(b"}\n", b',"kv_transfer_params":null,"ec_transfer_params": null}\n'), HANDED, DONE],
+        [TOKEN.replace(b'"a"', b'"kv_transfer_params"'), HANDED, DONE],
+    ],
+    ids=["responses", "null", "a token of that name"],
+)
+def test_what_only_names_a_handle_is_not_held_back(pieces: Sequence[bytes]) -> None:
+    lane = FastLane()
+    lane.play(pieces)
+    handed = next(i for i, piece in enumerate(pieces) if RAW in piece)
+    assert all(lane.out[:handed])
+    assert not any(lane.out[handed:-1])
 
 
 def test_the_holding_script_is_not_woken_before_the_end() -> None:
