@@ -41,6 +41,7 @@ _OTHER_SCRIPT = (
     "again with `kvreturn envoy-config`"
 )
 _BEHIND = 1.0  # and behind the end of an exchange that was broken off
+_SILENT = 30.0  # while tokens come, a script tells of them every 20 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +218,14 @@ class FastLane:
 
     def enter(self, name: str) -> None:
         """An answer passes in the fast lane; said again with each part."""
+        self._expect(name, self._idle)
+        self._empty.clear()
+
+    def _expect(self, name: str, seconds: float) -> None:
+        """A turn is over unless more is heard of it before then."""
         if name in self._passing:
             self._passing[name].cancel()
-        self._passing[name] = asyncio.get_running_loop().call_later(self._idle, self.leave, name)
-        self._empty.clear()
+        self._passing[name] = asyncio.get_running_loop().call_later(seconds, self.leave, name)
 
     def leave(self, name: str) -> None:
         """An exchange is over."""
@@ -272,11 +277,19 @@ class FastLane:
         del context
         reader = asyncio.create_task(self._read_logs(messages))
         closed = asyncio.create_task(self._closed.wait())
-        await asyncio.wait((reader, closed), return_when=asyncio.FIRST_COMPLETED)
-        for task in (reader, closed):
-            task.cancel()
-        await asyncio.gather(reader, closed, return_exceptions=True)
+        try:
+            await asyncio.wait((reader, closed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._doubt()
+            for task in (reader, closed):
+                task.cancel()
+            await asyncio.gather(reader, closed, return_exceptions=True)
         return StreamAccessLogsResponse()
+
+    def _doubt(self) -> None:
+        """An Envoy may be gone, and its turns with it: those of which no part comes soon."""
+        for name in self._passing:
+            self._expect(name, _SILENT)
 
     async def _read_logs(self, messages: AsyncIterator[StreamAccessLogsMessage]) -> None:
         loop = asyncio.get_running_loop()
