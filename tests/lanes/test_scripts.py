@@ -63,6 +63,16 @@ def test_the_end_of_a_turn_is_held_until_the_router_has_what_it_left(by: End) ->
     assert call.passed == 2 * len(TOKEN)  # and not the finish
 
 
+def test_a_large_event_with_the_handle_is_held_too() -> None:
+    """The last event of `/v1/responses` has the whole answer in it, and the tools of the request."""
+    pieces = response_events("x" * 200_000, params=d_handle(161))
+    lane = FastLane()
+    lane.play(pieces)
+    assert not any(lane.out[len(pieces) - 1 : -1])
+    (*_, call) = lane.calls
+    assert (call.last, call.waited) == (True, True)
+
+
 @pytest.mark.parametrize(
     "pieces",
     [

@@ -24,7 +24,7 @@
 local NAMESPACE, HOLD = "kvreturn", "kvreturn.hold"
 local PART_BYTES, PART_SECONDS = 262144, 20 -- what is kept for the router at most, and for how long
 local MARKS = 16 -- pieces that are timed: the first token is in one of these
-local BACK_BYTES = 65536 -- what is held back of an answer that goes on and on behind its handle
+local BACK_BYTES = 65536 -- what is held back of an answer that goes on and on behind the piece with its handle
 
 local Answer = {}
 Answer.__index = Answer
@@ -73,7 +73,10 @@ function Answer:pass(handle, bytes)
   self:keep(handle, bytes)
   local out = self.events:decode(bytes)
   if self.events.found and self.room > 0 then
-    self.back = self.back or {}
+    if not self.back then -- however large: the last event of /v1/responses has the whole answer in it, tools and all
+      self.back = { out }
+      return ""
+    end
     self.back[#self.back + 1] = out
     self.room = self.room - #out
     return self.room > 0 and "" or self:release("")
