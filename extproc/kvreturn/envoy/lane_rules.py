@@ -6,6 +6,7 @@ from kvreturn.envoy import names
 from kvreturn.envoy.reading import Doc, is_type
 from kvreturn.envoy.subject import Subject
 
+_CONFIGS = ("explicit_http_config", "use_downstream_protocol_config", "auto_config")
 _PASSES, _HOLDS = "function Answer:pass(", "local function tell("  # what only fast_lane.lua and hand_over.lua have
 
 
@@ -36,6 +37,14 @@ def fast_lane(s: Subject) -> Iterator[tuple[str, str]]:
     if not any(name.startswith(names.one_router("")) for name in s.clusters):
         what = f"no cluster {names.one_router('ADDRESS')} of one router alone: the scripts can tell nobody of a turn"
         yield "static_resources.clusters", what
+    for name in sorted(s.guarded & s.clusters.keys()):
+        options = s.clusters[name].get("typed_extension_protocol_options", {}).values()
+        http1 = [o.get(key, {}).get("http_protocol_options", {}) for o in options for key in _CONFIGS]
+        if any(h.get("enable_trailers") for h in http1):
+            what = (
+                "enable_trailers: behind trailers the fast lane can pass nothing, and a turn's end is lost; remove it"
+            )
+            yield f"clusters.{name}", what
 
 
 def _having(s: Subject, words: str) -> list[int]:

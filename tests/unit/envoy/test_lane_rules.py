@@ -56,6 +56,12 @@ def without_cluster(doc: Doc) -> None:
     clusters[:] = [c for c in clusters if "@" not in c["name"]]
 
 
+def trailers(doc: Doc) -> None:
+    (decode,) = (c for c in doc["static_resources"]["clusters"] if c["name"] == "decode")
+    (options,) = decode["typed_extension_protocol_options"].values()
+    options["explicit_http_config"]["http_protocol_options"] = {"enable_trailers": True}
+
+
 BREAKS: dict[str, tuple[Callable[[Doc], object], str]] = {
     "hand_over.lua behind ext_proc": (move(_HOLDING, _EXT_PROC), "before ext_proc"),
     "fast_lane.lua before ext_proc": (passes_early, "put it behind"),
@@ -64,6 +70,7 @@ BREAKS: dict[str, tuple[Callable[[Doc], object], str]] = {
     "metadata not forwarded": (lambda doc: ext_proc(doc)["metadata_options"].pop("forwarding_namespaces"), "goes cold"),
     "no mode override": (lambda doc: ext_proc(doc).pop("allow_mode_override"), "allow_mode_override"),
     "no cluster of one router": (without_cluster, "nobody"),
+    "a node's trailers": (trailers, "enable_trailers"),
 }
 
 
