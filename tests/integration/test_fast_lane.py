@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import random
 import signal
 import time
@@ -15,6 +16,7 @@ from aiohttp import web
 
 from kvreturn.config import Settings
 from kvreturn.core.ports import Put
+from kvreturn.server import fast
 from kvreturn.server.app import running
 from support import cuts
 from support.envoy import unused_address
@@ -203,6 +205,21 @@ async def test_a_client_that_leaves_and_a_node_that_dies_are_noticed() -> None:
         assert await there.outcomes(2) == {"first_turn": 2}
         assert there.metric("turns_incomplete_total") == 2
         assert not there.store.handles
+
+
+async def test_turns_go_with_the_envoy_that_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "_SILENT", 0.2)
+    async with scripted(FAST, streams(*EVENTS)) as (there, _, d):
+        assert (await there.post(CHAT, FIRST)).body == SSE
+        await asyncio.sleep(0.5)  # Envoy begins to log once an exchange is over
+        d.handler = Paused(len(EVENTS[0]))
+        async with there.client.post(CHAT, data=FIRST) as answer:
+            await answer.content.readexactly(len(EVENTS[0]))
+            assert there.world
+            assert there.world.admission.live == 1
+            os.kill(there.envoy.child.pid, signal.SIGKILL)
+            await gone(there)
+        assert there.metric("turns_incomplete_total") == 1
 
 
 async def test_each_router_is_told_of_its_own_turns() -> None:

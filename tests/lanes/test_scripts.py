@@ -1,11 +1,12 @@
 """How the fast lane's scripts deal with Envoy and with the router: what they take on, whom they tell what, and when."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 
 from kvreturn.envoy.lanes import hold_script
 from support import cuts
+from support.events import response_events
 from support.lanes import SSE, TURN, End, FastLane
 from support.turns import compact, d_handle
 
@@ -24,8 +25,10 @@ _PART = 262_144
         SSE | {":status": "503"},
         SSE | {"content-encoding": "gzip"},
         SSE | {"content-encoding": "identity"},
+        SSE | {"trailer": "x-checksum"},
+        {k: v for k, v in SSE.items() if k != "transfer-encoding"},  # perhaps HTTP/2, which may end in trailers
         {":status": "200", "content-type": "application/json"},
-        {":status": "200", "content-type": "application/x-text/event-stream"},
+        SSE | {"content-type": "application/x-text/event-stream"},
         {":status": "200"},
     ],
     ids=str,
@@ -46,7 +49,7 @@ def test_what_the_router_has_not_named_is_left_to_it(turn: Mapping[str, str] | N
 @pytest.mark.parametrize("kind", ["text/event-stream", "Text/Event-Stream;charset=utf-8"])
 @pytest.mark.parametrize("status", ["200", "206"])
 def test_streams_are_taken_on(kind: str, status: str) -> None:
-    lane = FastLane({":status": status, "content-type": kind})
+    lane = FastLane(SSE | {":status": status, "content-type": kind})
     assert lane.play([TOKEN, HANDED, DONE]) == TOKEN + FINISH + DONE
     assert lane.taken_on
 
@@ -58,6 +61,33 @@ def test_the_end_of_a_turn_is_held_until_the_router_has_what_it_left(by: End) ->
     (call,) = lane.calls
     assert (call.waited, call.last, call.text) == (True, True, TOKEN + TOKEN + HANDED + DONE)
     assert call.passed == 2 * len(TOKEN)  # and not the finish
+
+
+def test_a_large_event_with_the_handle_is_held_too() -> None:
+    """The last event of `/v1/responses` has the whole answer in it, and the tools of the request."""
+    pieces = response_events("x" * 200_000, params=d_handle(161))
+    lane = FastLane()
+    lane.play(pieces)
+    assert not any(lane.out[len(pieces) - 1 : -1])
+    (*_, call) = lane.calls
+    assert (call.last, call.waited) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        response_events(params=d_handle(161)),
+        [TOKEN.replace(b"}\n", b',"kv_transfer_params":null,"ec_transfer_params": null}\n'), HANDED, DONE],
+        [TOKEN.replace(b'"a"', b'"kv_transfer_params"'), HANDED, DONE],
+    ],
+    ids=["responses", "null", "a token of that name"],
+)
+def test_what_only_names_a_handle_is_not_held_back(pieces: Sequence[bytes]) -> None:
+    lane = FastLane()
+    lane.play(pieces)
+    handed = next(i for i, piece in enumerate(pieces) if RAW in piece)
+    assert all(lane.out[:handed])
+    assert not any(lane.out[handed:-1])
 
 
 def test_the_holding_script_is_not_woken_before_the_end() -> None:
@@ -104,14 +134,13 @@ def test_a_body_that_trailers_end_is_told_of() -> None:
 
 
 def test_what_was_held_back_is_lost_where_trailers_end_the_body() -> None:
-    """As in the portable lane; but here that is all from the handle on. So what announces trailers is not taken on."""
+    """As in the portable lane; but here that is all from the handle on. So what may have trailers is not taken on."""
     lane = FastLane()
     lane.chunk(TOKEN)
     assert lane.chunk(HANDED) == b""
     lane.trailers()
     assert b"".join(lane.out) == TOKEN
     assert [(c.last, c.waited, c.text) for c in lane.calls] == [(True, False, TOKEN + HANDED)]
-    assert not FastLane(SSE | {"trailer": "x-checksum"}).taken_on
 
 
 def test_an_answer_that_its_node_keeps_is_told_of_from_its_first_event_on() -> None:

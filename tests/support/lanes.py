@@ -11,7 +11,7 @@ from lupa import luajit21
 from kvreturn.core.packed import unpack
 from kvreturn.envoy.lanes import hold_script, pass_script
 
-SSE = {":status": "200", "content-type": "text/event-stream; charset=utf-8"}
+SSE = {":status": "200", "content-type": "text/event-stream; charset=utf-8", "transfer-encoding": "chunked"}
 TURN = {"turn": "a-secret", "router": "kvreturn_router@here"}
 Headers = Mapping[str, str]
 End = Literal["empty", "last"]

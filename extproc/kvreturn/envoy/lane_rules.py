@@ -7,6 +7,7 @@ from kvreturn.envoy import names
 from kvreturn.envoy.reading import Doc, chains, is_type, normalise
 from kvreturn.envoy.subject import Subject
 
+_CONFIGS = ("explicit_http_config", "use_downstream_protocol_config", "auto_config")
 _PASSES, _HOLDS = "function Answer:pass(", "local function tell("  # what only fast_lane.lua and hand_over.lua have
 
 
@@ -15,6 +16,12 @@ def fast_lane(s: Subject) -> Iterator[tuple[str, str]]:
     passing, holding = (_having(s, words) for words in (_PASSES, _HOLDS))
     if not passing and not holding:
         return
+    yield from _places(s, passing, holding)
+    yield from _needs(s)
+    yield from _trailers(s)
+
+
+def _places(s: Subject, passing: list[int], holding: list[int]) -> Iterator[tuple[str, str]]:
     if not (passing and holding):
         yield s.chain.where, "one of the fast lane's scripts is missing: turns end unstored; take both, or none"
     if any(i < s.index for i in passing):
@@ -25,6 +32,9 @@ def fast_lane(s: Subject) -> Iterator[tuple[str, str]]:
             "it before ext_proc"
         )
         yield s.chain.where, what
+
+
+def _needs(s: Subject) -> Iterator[tuple[str, str]]:
     told = s.config.get("metadata_options", {}).get("forwarding_namespaces", {}).get("untyped", [])
     if names.METADATA_NAMESPACE not in told:
         what = (
@@ -44,6 +54,17 @@ def fast_lane(s: Subject) -> Iterator[tuple[str, str]]:
     if not any(name.startswith(alone) for name in s.clusters):
         what = f"no cluster {alone}ADDRESS of one router alone: the scripts can tell nobody of a turn"
         yield "static_resources.clusters", what
+
+
+def _trailers(s: Subject) -> Iterator[tuple[str, str]]:
+    for name in sorted(s.guarded & s.clusters.keys()):
+        options = s.clusters[name].get("typed_extension_protocol_options", {}).values()
+        http1 = [o.get(key, {}).get("http_protocol_options", {}) for o in options for key in _CONFIGS]
+        if any(h.get("enable_trailers") for h in http1):
+            what = (
+                "enable_trailers: behind trailers the fast lane can pass nothing, and a turn's end is lost; remove it"
+            )
+            yield f"clusters.{name}", what
 
 
 def has_scripts(bootstrap: Mapping[str, Any]) -> bool:

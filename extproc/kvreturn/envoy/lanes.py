@@ -10,7 +10,7 @@ from kvreturn.envoy.protos import Any, accesslog_pb, cluster_pb, core_pb, grpc_l
 
 _PASS = ("json.lua", "members.lua", "events.lua", "kept.lua", "part.lua", "fast_lane.lua")
 _HOLD = ("part.lua", "hand_over.lua")
-# What the router may need beyond its store's deadline to read up to 128 KiB of answer, on a machine that is busy.
+# What the router may need beyond its store's deadline to read up to 256 KiB of answer, on a machine that is busy.
 _BEYOND = 0.5
 _FLUSH = timedelta(milliseconds=200)
 

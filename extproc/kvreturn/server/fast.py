@@ -8,8 +8,7 @@ taken an answer on, the ext_proc stream ends with OK: the router may die, and th
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
 
 import grpc
 
@@ -20,13 +19,11 @@ from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
     ProcessingRequest,
     ProcessingResponse,
 )
-from kvreturn.config import Settings
-from kvreturn.core.address import split_address
-from kvreturn.core.packed import unpack
 from kvreturn.envoy import names
-from kvreturn.envoy.ports import is_ip, is_own, is_unspecified, may_be_several
 from kvreturn.server.exchange import Exchange
 from kvreturn.server.messages import Headers, Message, read_headers, read_metadata
+from kvreturn.server.own_cluster import NO_CLUSTER, own_cluster
+from kvreturn.server.part import Part
 from kvreturn.server.request import Mode
 from kvreturn.server.world import World
 
@@ -47,46 +44,7 @@ _NO_SCRIPT = (
     "bootstrap again with `kvreturn envoy-config` and start it with that, or set envoy.lane: portable"
 )
 _BEHIND = 1.0  # and behind the end of an exchange that was broken off
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of an answer.
-
-    Attributes:
-        number: from 1.
-        last: whether the answer ends with it.
-        marks: of its first pieces, how many bytes they have and how many seconds ago they came.
-        text: D's bytes.
-    """
-
-    number: int
-    last: bool
-    marks: tuple[tuple[int, float], ...]
-    text: bytes
-
-    @classmethod
-    def read(cls, about: str, text: bytes) -> "Part":
-        """What a call of the script tells.
-
-        Args:
-            about: value of `x-kvreturn-part`: `NUMBER LAST`, then `BYTES:MILLISECONDS` for each mark.
-            text: the message, packed.
-
-        Raises:
-            ValueError: it is no such text.
-        """
-        number, last, *marks = about.split(" ")
-        sizes = [mark.split(":") for mark in marks]
-        return cls(int(number), last == "1", tuple((int(size), int(ms) / 1e3) for size, ms in sizes), unpack(text))
-
-    def pieces(self) -> Iterator[tuple[bytes, float]]:
-        """The text as it came, and how many seconds ago; what was not timed has come just now."""
-        at = 0
-        for size, late in self.marks:
-            yield self.text[at : at + size], late
-            at += size
-        yield self.text[at:], 0.0
+_SILENT = 30.0  # while tokens come, a script tells of them every 20 s
 
 
 def _for_scripts(headers: Mapping[str, str]) -> bool:
@@ -195,6 +153,8 @@ class FastLane:
     def __init__(self, world: World) -> None:
         self._world = world
         self.cluster = own_cluster(world.settings) or ""
+        if world.settings.envoy.lane == "fast" and not self.cluster:
+            world.warn_once(NO_CLUSTER.format(listen=world.settings.listen))
         self._idle = world.settings.envoy.stream_idle_timeout + 60.0  # Envoy gives up sooner
         self._named: dict[str, FastExchange] = {}
         self._passing: dict[str, asyncio.TimerHandle] = {}
@@ -234,12 +194,16 @@ class FastLane:
 
     def enter(self, name: str) -> None:
         """An answer passes in the fast lane; said again with each part."""
+        self._expect(name, self._idle)
+        self._empty.clear()
+
+    def _expect(self, name: str, seconds: float) -> None:
+        """A turn is over unless more is heard of it before then."""
         if name in self._passing:
             self._passing[name].cancel()
         else:
             self._world.metrics.live.inc()  # its stream is over, the exchange is not
-        self._passing[name] = asyncio.get_running_loop().call_later(self._idle, self.leave, name)
-        self._empty.clear()
+        self._passing[name] = asyncio.get_running_loop().call_later(seconds, self.leave, name)
 
     def leave(self, name: str) -> None:
         """An exchange is over."""
@@ -292,11 +256,19 @@ class FastLane:
         del context
         reader = asyncio.create_task(self._read_logs(messages))
         closed = asyncio.create_task(self._closed.wait())
-        await asyncio.wait((reader, closed), return_when=asyncio.FIRST_COMPLETED)
-        for task in (reader, closed):
-            task.cancel()
-        await asyncio.gather(reader, closed, return_exceptions=True)
+        try:
+            await asyncio.wait((reader, closed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._doubt()
+            for task in (reader, closed):
+                task.cancel()
+            await asyncio.gather(reader, closed, return_exceptions=True)
         return StreamAccessLogsResponse()
+
+    def _doubt(self) -> None:
+        """An Envoy may be gone, and its turns with it: those of which no part comes soon."""
+        for name in self._passing:
+            self._expect(name, _SILENT)
 
     async def _read_logs(self, messages: AsyncIterator[StreamAccessLogsMessage]) -> None:
         loop = asyncio.get_running_loop()
@@ -308,30 +280,3 @@ class FastLane:
                 if name in self._named:
                     broken = entry.common_properties.response_flags
                     loop.call_later(_BEHIND if broken else 2 * _OVERTAKEN, self.leave, name)
-
-
-def own_cluster(settings: Settings) -> str | None:
-    """The cluster by which Envoy calls this router and no other; None if there is no fast lane here."""
-    if settings.envoy.lane != "fast":
-        return None
-    known = settings.envoy.routers or [settings.listen]
-    found = [settings.listen] if settings.listen in known else _of_this_machine(known, settings.listen)
-    if len(found) == 1:
-        return names.one_router(found[0])
-    log.warning(
-        "envoy.lane: fast has no effect on this router: its `listen`, %s, is not among envoy.routers, so that Envoy "
-        "could not tell it from the others. Make it the same there and here, or set envoy.lane: portable",
-        settings.listen,
-    )
-    return None
-
-
-def _of_this_machine(known: list[str], listen: str) -> list[str]:
-    """Those of `envoy.routers` that a router which listens on all addresses may be; a name may stand for several."""
-    if not may_be_several(known):
-        return known
-    if listen.startswith("unix:") or not is_unspecified(listen):
-        return []
-    there = [(address, *split_address(address)) for address in known if not address.startswith("unix:")]
-    port = split_address(listen)[1]
-    return [address for address, host, its in there if its == port and is_ip(host) and is_own(host)]

@@ -63,6 +63,12 @@ def without_log(doc: Doc) -> None:
     manager["access_log"] = [log for log in manager["access_log"] if "grpc" not in log["name"]]
 
 
+def trailers(doc: Doc) -> None:
+    (decode,) = (c for c in doc["static_resources"]["clusters"] if c["name"] == "decode")
+    (options,) = decode["typed_extension_protocol_options"].values()
+    options["explicit_http_config"]["http_protocol_options"] = {"enable_trailers": True}
+
+
 BREAKS: dict[str, tuple[Callable[[Doc], object], str]] = {
     "hand_over.lua behind ext_proc": (move(_HOLDING, _EXT_PROC), "before ext_proc"),
     "fast_lane.lua before ext_proc": (passes_early, "put it behind"),
@@ -72,6 +78,7 @@ BREAKS: dict[str, tuple[Callable[[Doc], object], str]] = {
     "no mode override": (lambda doc: ext_proc(doc).pop("allow_mode_override"), "allow_mode_override"),
     "no cluster of one router": (without_cluster, "nobody"),
     "no log of what ends": (without_log, "stay open"),
+    "a node's trailers": (trailers, "enable_trailers"),
 }
 
 

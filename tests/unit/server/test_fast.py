@@ -9,8 +9,9 @@ import pytest
 from kvreturn._proto.envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from kvreturn.config import Settings
 from kvreturn.envoy import names
-from kvreturn.server import fast
-from kvreturn.server.fast import FastLane, Part
+from kvreturn.server.fast import FastLane
+from kvreturn.server.own_cluster import own_cluster
+from kvreturn.server.part import Part
 from support.extproc import ALL_MODES, Envoy, Mode, Modes, Request, Response, body_message, headers_message
 from support.harness import DECODE, Harness, settings
 from support.nodes import carried_handle, chat, decode_events, handle
@@ -356,7 +357,7 @@ async def test_a_drain_ends_what_does_not_end() -> None:
 
 def test_workers_are_called_by_the_names_that_the_bootstrap_has() -> None:
     own = settings(envoy={"lane": "fast"}, workers=3, store={"url": "redis://127.0.0.1:1"}, listen="unix:/r.sock")
-    workers = [fast.own_cluster(own.worker(i)) for i in range(3)]
+    workers = [own_cluster(own.worker(i)) for i in range(3)]
     assert workers == [f"kvreturn_router@unix:/r.sock{end}" for end in ("", ".1", ".2")]
     assert workers == [names.one_router(listen) for listen in own.router_listens()]
 

@@ -72,7 +72,7 @@ local function new_events(limit)
     last = "", -- the last three of these
     after_cr = false, -- an event went out at its blank line's CR: an LF behind it still belongs to it
     dropped = false, -- the last event was; more of its blank lines may follow
-    found = false, -- whether something hidden has passed
+    found = false, -- whether a handle has passed; /v1/responses names a null one in its first events
     stripper = nil, -- while an event over the limit passes
     passed = "", -- the last bytes that went through it
   }, Events)
@@ -141,7 +141,6 @@ function Events:rewritten(text)
   if not (hidden or self.dropped) then
     return text
   end
-  self.found = self.found or hidden ~= nil
   -- Line ends that lead are an event of their own: they may be the rest of the blank line before.
   local out, at = {}, match(text, "^[\r\n]+()") or 1
   out[1] = self:event(sub(text, 1, at - 1))
@@ -164,7 +163,11 @@ function Events:event(raw)
   elseif not hides(data) then
     return raw
   end
-  local stripped = is_utf8(data) and strip_object(data)
+  local stripped, handle
+  if is_utf8(data) then
+    stripped, handle = strip_object(data)
+  end
+  self.found = self.found or handle
   if not stripped then
     return strip_text(raw, true)
   elseif stripped == data then

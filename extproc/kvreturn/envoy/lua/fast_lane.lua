@@ -9,8 +9,8 @@
 --    the stream; what it does not see is clean already.
 --  * A chunk is alive until the script yields, so its bytes are set at once or never. Behind the last chunk of a body
 --    the loop ends without a yield: that one is still alive, and has room for what was held back. HTTP/1 ends a body by
---    an empty chunk, HTTP/2 may end it by any. Behind trailers no chunk is alive, and what was held back is lost, as in
---    the portable lane; so an answer that announces trailers is not taken on.
+--    an empty chunk. Behind trailers no chunk is alive, and what was held back, a turn's whole end, would be lost. So only
+--    an answer in HTTP/1's chunks is taken on, of which Envoy drops trailers; HTTP/2 may end any by them, unannounced.
 --  * A script that fails is over, and the rest of the body passes as it is. So what may fail is called by `pcall`, and
 --    if it has failed, nothing more passes: a cut stream rather than a leaking one.
 --
@@ -24,7 +24,7 @@
 local NAMESPACE, HOLD = "kvreturn", "kvreturn.hold"
 local PART_BYTES, PART_SECONDS = 262144, 20 -- what is kept for the router at most, and for how long
 local MARKS = 16 -- pieces that are timed: the first token is in one of these
-local BACK_BYTES = 65536 -- what is held back of an answer that goes on and on behind its handle
+local BACK_BYTES = 65536 -- what is held back of an answer that goes on and on behind the piece with its handle
 
 local Answer = {}
 Answer.__index = Answer
@@ -73,7 +73,10 @@ function Answer:pass(handle, bytes)
   self:keep(handle, bytes)
   local out = self.events:decode(bytes)
   if self.events.found and self.room > 0 then
-    self.back = self.back or {}
+    if not self.back then -- however large: the last event of /v1/responses has the whole answer in it, tools and all
+      self.back = { out }
+      return ""
+    end
     self.back[#self.back + 1] = out
     self.room = self.room - #out
     return self.room > 0 and "" or self:release("")
@@ -116,7 +119,7 @@ function envoy_on_response(handle)
   local info = metadata:get(NAMESPACE)
   local kind, status = headers:get("content-type") or "", tonumber(headers:get(":status")) or 0
   local readable = string.find(string.lower(kind), "text/event-stream", 1, true) == 1
-    and not headers:get("content-encoding") and not headers:get("trailer")
+    and headers:get("transfer-encoding") and not headers:get("content-encoding") and not headers:get("trailer")
   if not (info and info["turn"] and readable and status < 400) then
     return
   end

@@ -187,26 +187,30 @@ local function edit(s, members, put)
   return table.concat(out) .. sub(s, at)
 end
 
--- An event's JSON without what is hidden; nil if it is no JSON object.
+-- An event's JSON without what is hidden, and whether there was a handle: what is not null. Nil if it is no JSON object.
 local function strip_object(s)
   local members = members_of(s)
   if not members then
     return nil
   end
-  local put = {}
+  local put, handle = {}, false
+  for _, m in ipairs(members) do
+    handle = handle or (HIDDEN['"' .. m.name .. '"'] and sub(s, m.value, m.stop - 1) ~= "null")
+  end
   for _, name in ipairs(NESTED) do
     local inner
     for _, m in ipairs(members) do
       inner = m.name == name and sub(s, m.value, m.stop - 1) or inner
     end
     if inner and byte(inner, 1) == 123 and hides(inner) then
-      put[name] = strip_object(inner)
-      if not put[name] then
+      local stripped, inside = strip_object(inner)
+      if not stripped then
         return nil
       end
+      put[name], handle = stripped, handle or inside
     end
   end
-  return edit(s, members, put), members
+  return edit(s, members, put), handle
 end
 
 -- Whether nothing is left in an event that a client could want.
