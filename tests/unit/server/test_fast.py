@@ -9,6 +9,7 @@ import pytest
 from kvreturn._proto.envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from kvreturn.config import Settings
 from kvreturn.envoy import names
+from kvreturn.server import fast
 from kvreturn.server.fast import FastLane
 from kvreturn.server.own_cluster import own_cluster
 from kvreturn.server.part import Part
