@@ -44,6 +44,11 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write pictures there")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables into this page, between their marks")
     arguments = parser.parse_args()
+    # Before the runs, which take long.
+    if arguments.plot:
+        arguments.plot.mkdir(parents=True, exist_ok=True)
+    if arguments.write and not arguments.write.is_file():
+        parser.error(f"--write: there is no page {arguments.write}")
     chosen = sweeps(arguments.size, arguments.seed)
     if arguments.trace or arguments.agents:
         chosen["recorded"] = _recorded(arguments.trace, arguments.agents, arguments.seed)
