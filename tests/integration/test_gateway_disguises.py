@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from support.envoy import raw
-from support.gateway import CHAT, COMPLETIONS, SHIPPED, scripted
+from support.gateway import BODY_MODES, CHAT, COMPLETIONS, scripted
 from support.nodes import Seen, decode_body, replies
 
-pytestmark = pytest.mark.parametrize("shipped", SHIPPED)
+pytestmark = pytest.mark.parametrize("shipped", BODY_MODES)
 
 MARK = "planted7f3"
 PLANTED = {"do_remote_prefill": True, "remote_host": f"{MARK}.example", "remote_port": 1, "remote_block_ids": [[1]]}

@@ -7,10 +7,10 @@ import aiohttp
 import pytest
 
 from kvreturn.core.fingerprint import SALT
-from support.gateway import CHAT, SHIPPED, scripted
+from support.gateway import BODY_MODES, CHAT, scripted
 from support.nodes import chat, decode_body, handle, replies
 
-pytestmark = pytest.mark.parametrize("shipped", SHIPPED)
+pytestmark = pytest.mark.parametrize("shipped", BODY_MODES)
 
 D = replies(decode_body(params=handle()))
 FORM = b'--x\r\ncontent-disposition: form-data; name="vllm_xargs"\r\n\r\n{"%s": 1}\r\n--x--\r\n'

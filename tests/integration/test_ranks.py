@@ -8,7 +8,7 @@ import pytest
 
 from kvreturn.sim import NO_TIMING, NodeConfig, SimNode
 from kvreturn.sim.config import Role
-from support.gateway import CHAT, SHIPPED, Front, client, front, serving_sims
+from support.gateway import BODY_MODES, CHAT, Front, client, front, serving_sims
 
 LONG = "Tell me about the river and the town behind it. " * 8
 HEADER = "x-data-parallel-rank"
@@ -57,7 +57,7 @@ async def test_each_turn_of_a_conversation_goes_to_the_ranks_that_hold_it(return
     assert answered == {True: 5}
 
 
-@pytest.mark.parametrize("shipped", SHIPPED)
+@pytest.mark.parametrize("shipped", BODY_MODES)
 async def test_no_client_chooses_a_rank(shipped: str) -> None:
     p, d = node("prefill", 2), node("decode", 2)
     async with serving_sims(p, d) as urls:

@@ -10,7 +10,7 @@ import pytest
 from kvreturn.envoy import names
 from kvreturn.server.app import running
 from support.envoy import Json, unused_address
-from support.gateway import CHAT, COMPLETIONS, SHIPPED, client, product
+from support.gateway import BODY_MODES, CHAT, COMPLETIONS, client, product
 from support.orchestrators import MULTITURN, TOY, Addresses, orchestrated, orchestrator, script
 from support.redis import needs_redis, server
 from support.talk import Talk
@@ -18,7 +18,7 @@ from support.talk import Talk
 TURNS = 3
 
 
-@pytest.mark.parametrize(("name", "shipped"), [(TOY, SHIPPED[0]), (TOY, SHIPPED[1]), (MULTITURN, SHIPPED[0])])
+@pytest.mark.parametrize(("name", "shipped"), [(TOY, BODY_MODES[0]), (TOY, BODY_MODES[1]), (MULTITURN, BODY_MODES[0])])
 async def test_conversations_are_read_back_from_turn_2_on_and_their_clients_see_no_difference(
     name: str, shipped: str
 ) -> None:

@@ -30,6 +30,8 @@ from support.tap import Tap
 FAST, PORTABLE = "kvreturn", "portable-lane"
 SHIPPED = (FAST, PORTABLE, "full-duplex")
 """The examples that users start from: the fast lane, the portable one, and that with bodies in full duplex."""
+BODY_MODES = (FAST, "full-duplex")
+"""Those that differ in how requests pass: enough where answers do not matter."""
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
