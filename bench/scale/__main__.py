@@ -44,10 +44,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write pictures there")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables into this page, between their marks")
     arguments = parser.parse_args()
-    # Before the runs, which take long.
-    if arguments.plot:
-        arguments.plot.mkdir(parents=True, exist_ok=True)
-    if arguments.write and not arguments.write.is_file():
+    if arguments.write and not arguments.write.is_file():  # before the runs, which take long
         parser.error(f"--write: there is no page {arguments.write}")
     chosen = sweeps(arguments.size, arguments.seed)
     if arguments.trace or arguments.agents:
@@ -67,6 +64,7 @@ def main() -> None:
     if arguments.plot:
         from scale import plots  # noqa: PLC0415 - matplotlib takes a second
 
+        arguments.plot.mkdir(parents=True, exist_ok=True)
         for name in chosen.keys() & plots.PANELS.keys():
             panels, logarithmic = plots.PANELS[name]
             path = arguments.plot / f"scale-{name}.png"

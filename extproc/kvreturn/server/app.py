@@ -18,7 +18,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvreturn.config import Settings
 from kvreturn.core.address import split_address
-from kvreturn.envoy.ports import unavailable
+from kvreturn.envoy.filters import router_listens
+from kvreturn.envoy.ports import may_be_several, unavailable
 from kvreturn.server.admin import admin_app
 from kvreturn.server.endpoints import EndpointService
 from kvreturn.server.heap import keep_large, leave_start_alone
@@ -37,6 +38,10 @@ _NOTICE = 1.0  # seconds between failing health checks and refusing streams: Env
 
 _EXPORT = 3.0  # seconds in which the last spans may be exported
 _FREES = 5.0  # seconds in which blocks that nobody will read may be freed
+_APART = (
+    "there are several routers (envoy.routers) and no session store that they share: a turn is cold where another router "
+    "served the one before. Set `store.url` to a Redis or Valkey"
+)
 _RETURNS = 5.0  # seconds in which returns that are under way may end
 
 
@@ -80,6 +85,11 @@ class Router:
             await self._start_admin(settings.admin)
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+
+    @property
+    def streams(self) -> int:
+        """Exchanges that run now, in either lane."""
+        return len(self._service.running) + self._service.fast.passing
 
     async def drain(self, seconds: float) -> None:
         """Stop in order: fail health checks, refuse new streams, let running ones end, and close.
@@ -188,12 +198,14 @@ async def serve(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         leave_start_alone()
         watching = asyncio.create_task(reloader.watch(watch)) if watch else None
+        if not own.store.url and may_be_several(router_listens(own)):
+            router.world.warn_once(_APART)
         log.info("listening on %s", own.listen)
         await stop.wait()
         if watching:
             watching.cancel()
         seconds = router.world.settings.drain_timeout
-        log.info("draining %d streams for at most %g s", len(router._service.running), seconds)  # noqa: SLF001
+        log.info("draining %d streams for at most %g s", router.streams, seconds)
     log.info("stopped")
 
 

@@ -163,6 +163,11 @@ class FastLane:
         self._empty.set()
         self._closed = asyncio.Event()
 
+    @property
+    def passing(self) -> int:
+        """Answers that pass now."""
+        return len(self._passing)
+
     def exchange(self) -> Exchange:
         """A new exchange of the role `gateway`."""
         return FastExchange(self._world, self) if self.cluster else Exchange(self._world)
