@@ -39,8 +39,8 @@ _NOTICE = 1.0  # seconds between failing health checks and refusing streams: Env
 _EXPORT = 3.0  # seconds in which the last spans may be exported
 _FREES = 5.0  # seconds in which blocks that nobody will read may be freed
 _APART = (
-    "there are several routers (envoy.routers) and no session store that they share: a turn is cold where another router "
-    "served the one before. Set `store.url` to a Redis or Valkey"
+    "there are several routers (envoy.routers) and no session store that they share: a turn is cold where another one "
+    "served the turn before. Set `store.url` to a Redis or Valkey"
 )
 _RETURNS = 5.0  # seconds in which returns that are under way may end
 
