@@ -97,11 +97,11 @@ def _about(run: Run) -> str:
         f"The {run.plan.name} run: {run.seconds / 60:.1f} minutes on {os.cpu_count()} cores ({platform.machine()}). "
         "Nodes that compute nothing, a client that checks every byte, all candidates in alternating order, the plain "
         "Envoy at both ends of each round. Delays are from the node's write of a token to the client's read of it; "
-        "what is added is the difference to the plain Envoy in the same round. Medians over rounds. 20x30 is 20 streams of "
-        "30 tokens per second each; 'came' is the share of the tokens due that came in the window, over 100% where some "
-        "were late for it. Memory is over what the processes had before any load, so it says little of a few streams. The "
-        "plain Envoy has one leg, all others two. vllm-router keeps no handle and strips none: it shows what two legs cost "
-        "at least, with nothing read back."
+        "what is added is the difference to the plain Envoy in the same round. Medians over rounds. 20x30 is 20 "
+        "streams of 30 tokens per second each; 'came' is the share of the tokens due that came in the window, over "
+        "100% where some were late for it. Memory is over what the processes had before any load, so it says "
+        "little of a few streams. The plain Envoy has one leg, all others two. vllm-router keeps no handle and "
+        "strips none: it shows what two legs cost at least, with nothing read back."
     )
 
 
