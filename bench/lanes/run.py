@@ -18,6 +18,7 @@ from lanes.waterfall import Waterfall, waterfalls
 _SUSTAINED = 0.98  # share of the tokens due that must come in the window
 _DELAY_US = 100_000.0  # p90 of the delay from which on a load is not sustained
 _RELAX = 0.3  # seconds after a run
+_ANSWER = 20.0  # seconds of one answer in a long run: nobody's answers take minutes
 _LOOK = 2.0  # seconds between two looks at memory in a long run
 
 
@@ -222,7 +223,7 @@ async def _sample(c: Candidate, load: Load, number: int) -> Sample:
 
 
 async def _held(c: Candidate, seconds: float) -> Held:
-    load = Load(1000, RATE, seconds=seconds, warm=6.0)
+    load = Load(1000, RATE, seconds=seconds, warm=6.0, requests=max(round(seconds / _ANSWER), 1))
     rss: list[int] = []
 
     async def watch() -> None:

@@ -55,7 +55,7 @@ class Load:
         rate: tokens per second of each; 0 for a stream of two tokens at once, to time the first one.
         seconds: of the window in which tokens are looked at.
         warm: seconds before it, in which the streams begin one after another.
-        requests: of each connection, one after another.
+        requests: of each connection, one after another; with a rate they share the time.
         body: bytes of the request body, about.
     """
 
@@ -73,8 +73,9 @@ class Load:
 
     @property
     def tokens(self) -> int:
-        """Of one stream: enough for the one that begins first to last until the window's end."""
-        return int(self.rate * (self.warm + self.seconds) * 1.02) + 2
+        """Of one answer: enough that the stream that begins first lasts until the window's end."""
+        whole = self.rate * (self.warm + self.seconds) * 1.02
+        return int(whole / self.requests if self.rate else whole) + 2
 
 
 def request_body(load: Load) -> bytes:
@@ -127,4 +128,4 @@ def _times(load: Load) -> tuple[float, float, float, float]:
     """Stagger, warm-up, window, grace, in seconds."""
     if not load.rate:
         return 0.0, 0.0, 0.0, _KILL
-    return load.warm * 0.8, load.warm, load.seconds, load.warm + _GRACE
+    return load.warm * 0.8, load.warm, load.seconds, load.warm + _GRACE * load.requests

@@ -140,6 +140,8 @@ class FastExchange(Exchange):
         for i, (text, late) in enumerate(pieces, 1):
             self._record.late = late
             await self._response_body(HttpBody(body=text, end_of_stream=part.last and i == len(pieces)))
+        if self._response:
+            self._response.capture.collect()  # nothing more comes for a while: no bytes are kept for that long
         self.took(self._world.clock() - begun)
 
 

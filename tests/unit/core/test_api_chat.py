@@ -7,6 +7,7 @@ import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from kvreturn.core.api import BadRequestError, Chat, Prompt
+from kvreturn.core.api.chat import ChatAnswer
 from kvreturn.core.jsontext import ObjectText
 from kvreturn.core.sse import split_events
 from support import corpus
@@ -602,3 +603,12 @@ def test_a_real_stream_adds_up_to_what_the_official_client_accumulates(path: Pat
     if snapshot.get("usage"):
         assert answer.usage.prompt == snapshot["usage"]["prompt_tokens"]
         assert answer.usage.completion == snapshot["usage"]["completion_tokens"]
+
+
+def test_a_long_answer_is_not_kept_token_by_token() -> None:
+    answer = ChatAnswer()
+    tokens = [f" token{i}" for i in range(5000)]
+    for token in tokens:
+        answer.read({"choices": [{"index": 0, "delta": {"content": token}}]}, stream=True)
+    assert "".join(answer.content) == "".join(tokens)
+    assert len(answer.content) < 256

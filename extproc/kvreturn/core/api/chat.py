@@ -17,7 +17,7 @@ from kvreturn.core.api.base import (
     shaping,
     shaping_names,
 )
-from kvreturn.core.api.choices import ChoicesAnswer, read_index
+from kvreturn.core.api.choices import ChoicesAnswer, read_index, say
 from kvreturn.core.api.replay import by_value, joined_text, without_empty
 from kvreturn.core.fingerprint import Trail, canonical
 from kvreturn.core.jsontext import ObjectText
@@ -99,9 +99,9 @@ class ChatAnswer(ChoicesAnswer):
             return
         content, refusal, calls = message.get("content"), message.get("refusal"), message.get("tool_calls")
         if isinstance(content, str):
-            self.content.append(content)
+            say(self.content, content)
         if isinstance(refusal, str):
-            self.refusal.append(refusal)
+            say(self.refusal, refusal)
         # vLLM's name, and the older one that others use.
         if not self.reasoned and (message.get("reasoning") or message.get("reasoning_content")):
             self.reasoned = True

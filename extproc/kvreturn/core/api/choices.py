@@ -7,6 +7,15 @@ from typing import Any
 
 from kvreturn.core.api.base import Answer
 
+_MANY = 256
+
+
+def say(parts: list[str], part: str) -> None:
+    """Add to a text that is kept in parts. Many are joined: a token that is a text of its own takes 50 bytes more."""
+    parts.append(part)
+    if len(parts) >= _MANY:
+        parts[:] = ["".join(parts)]
+
 
 @dataclass(slots=True)
 class ChoicesAnswer(Answer):

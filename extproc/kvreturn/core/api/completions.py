@@ -20,7 +20,7 @@ from kvreturn.core.api.base import (
     shaping,
     shaping_names,
 )
-from kvreturn.core.api.choices import ChoicesAnswer
+from kvreturn.core.api.choices import ChoicesAnswer, say
 from kvreturn.core.fingerprint import Trail, segments
 from kvreturn.core.jsontext import ObjectText
 
@@ -105,7 +105,7 @@ class CompletionsAnswer(ChoicesAnswer):
         """See `Answer.read_choice`."""
         del stream
         if isinstance(choice.get("text"), str):
-            self.text.append(choice["text"])
+            say(self.text, choice["text"])
 
     def items(self, *, strict: bool) -> Sequence[bytes] | None:
         """See `Answer.items`. The answer alone ends at no boundary; `Completions.extend` puts it together."""
