@@ -15,12 +15,12 @@ from aiohttp import web
 
 from kvreturn.envoy.process import Child
 from support.envoy import Json, client_ext_proc
-from support.gateway import CHAT, FAST, SHIPPED, Answer, configuration, what_comes
+from support.gateway import BODY_MODES, CHAT, FAST, Answer, configuration, what_comes
 from support.nodes import COLD, FakePrefill, Seen, carried_handle, chat, handle, sent_params
 from support.processes import EVENTS, FIRST, NEXT, SSE, Paused, apart, once_up
 from support.tap import Tap
 
-pytestmark = pytest.mark.parametrize("shipped", SHIPPED)
+pytestmark = pytest.mark.parametrize("shipped", BODY_MODES)
 
 MESSAGE = chat("Hi", max_tokens=9)
 

@@ -220,7 +220,7 @@ async def test_what_is_not_safe_is_said_loudly_at_start(node: FakePrefill, tmp_p
         assert "WARNING" not in router.stderr
 
 
-async def test_ten_thousand_cancelled_streams_leave_nothing(node: FakePrefill, tmp_path: Path) -> None:
+async def test_thousands_of_cancelled_streams_leave_nothing(node: FakePrefill, tmp_path: Path) -> None:
     """field report 124: a handler that swallows its cancellation leaks in grpc's core."""
     port = _unused_port()
     async with serving(tmp_path, node, "--log-level", "warning", admin=f"127.0.0.1:{port}") as router:
@@ -228,16 +228,16 @@ async def test_ten_thousand_cancelled_streams_leave_nothing(node: FakePrefill, t
             first = 2_000  # until the allocator has what it needs
             await _cancel(channel, first)
             before = router.resident
-            await _cancel(channel, 10_000 - first)
+            await _cancel(channel, 6_000 - first)
             grown = router.resident - before
         metrics = ""
         async with asyncio.timeout(10):  # the last cancellations are on their way
             while "kvreturn_live_streams 0.0" not in metrics:
                 metrics = await asyncio.to_thread(fetch, f"http://127.0.0.1:{port}/metrics")
         await router.end(signal.SIGTERM)
-    assert grown < 5 << 20
+    assert grown < 3 << 20
     assert "kvreturn_sessions 0.0" in metrics
-    assert 'kvreturn_turns_total{api="chat",model="other",outcome="cancelled"} 10000.0' in metrics
+    assert 'kvreturn_turns_total{api="chat",model="other",outcome="cancelled"} 6000.0' in metrics
     told = [line for line in router.stderr.splitlines() if "no health check of" not in line]  # there is no such D
     assert len(told) == 2  # the warnings at start
 
