@@ -127,7 +127,7 @@ def _held(run: Run) -> Iterator[Target]:
         growth = 100 * (late - early) / early if early else 0.0
         lost = held.result.get("failed", 1) or held.result.get("corrupt", 1) or held.result.get("unfinished", 1)
         good = not lost and growth <= _GROWTH
-        late = "" if held.sustained else "; tokens came late, there are too few processors"
-        value = f"{held.result.get('tokens', 0):,} tokens, {lost} streams lost, memory {growth:+.1f}%{late}"
+        words = "" if held.sustained else "; tokens came late, there are too few processors"
+        value = f"{held.result.get('tokens', 0):,} tokens, {lost} streams lost, memory {growth:+.1f}%{words}"
         figure = f"{_LANES[held.candidate]}: 1,000x30 for {held.result.get('window_seconds', 0):g} s"
         yield Target(figure, "no byte lost or reordered, flat memory", value, "met" if good else "not met")
