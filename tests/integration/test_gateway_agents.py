@@ -10,7 +10,7 @@ import anthropic
 import openai
 import pytest
 
-from support.gateway import SHIPPED, client, product
+from support.gateway import BODY_MODES, client, product
 
 TURNS = 6
 _SCHEMA: dict[str, Any] = {
@@ -161,7 +161,7 @@ async def _chain(sdk: openai.AsyncOpenAI, name: str, turns: int) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("shipped", SHIPPED)
+@pytest.mark.parametrize("shipped", BODY_MODES)
 async def test_chains_of_stored_responses_stay_at_their_nodes(shipped: str) -> None:
     async with (
         product(shipped, decodes=2, store_responses=True) as there,
@@ -178,7 +178,7 @@ async def test_chains_of_stored_responses_stay_at_their_nodes(shipped: str) -> N
 _PATHS = ("/v1/responses/{}", "/v1/%72esponses/{}", "//v1/./responses/{}", "/v1/responses%2F{}")
 
 
-@pytest.mark.parametrize("shipped", SHIPPED)
+@pytest.mark.parametrize("shipped", BODY_MODES)
 async def test_no_way_to_write_the_path_shows_the_handle_of_a_stored_response(shipped: str) -> None:
     async with product(shipped, store_responses=True) as there:
         body = json.dumps({"model": "sim", "input": "Hi " * 100}).encode()

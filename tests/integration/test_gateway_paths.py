@@ -7,7 +7,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from support.gateway import CHAT, SHIPPED, Answer, product, scripted
+from support.gateway import BODY_MODES, CHAT, Answer, product, scripted
 from support.h2 import h2_request
 from support.nodes import (
     COLD,
@@ -20,7 +20,7 @@ from support.nodes import (
     streams,
 )
 
-pytestmark = pytest.mark.parametrize("shipped", SHIPPED)
+pytestmark = pytest.mark.parametrize("shipped", BODY_MODES)
 
 # What a hop may set anew (RFC 9110, 7.6), and the time.
 _OWN = {"date", "connection", "keep-alive", "transfer-encoding", "content-length"}
