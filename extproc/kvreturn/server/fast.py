@@ -6,7 +6,6 @@ taken an answer on, the ext_proc stream ends with OK: the router may die, and th
 """
 
 import asyncio
-import logging
 import secrets
 from collections.abc import AsyncIterator, Mapping
 
@@ -27,7 +26,6 @@ from kvreturn.server.part import Part
 from kvreturn.server.request import Mode
 from kvreturn.server.world import World
 
-log = logging.getLogger("kvreturn")
 _LOGS = "envoy.service.accesslog.v3.AccessLogService"
 _NO_BODY = ProcessingMode(
     response_header_mode=ProcessingMode.HeaderSendMode.SKIP,
@@ -35,6 +33,8 @@ _NO_BODY = ProcessingMode(
     response_trailer_mode=ProcessingMode.HeaderSendMode.SKIP,
 )
 _OVERTAKEN = 6.0  # seconds that a part may be late behind the next one: the script's calls may take nearly as long
+_BEHIND = 1.0  # and behind the end of an exchange that was broken off
+_SILENT = 30.0  # while tokens come, a script tells of them every 20 s
 _OTHER_SCRIPT = (
     "the fast lane's scripts in Envoy are of another version, so that its turns leave nothing: make the bootstrap "
     "again with `kvreturn envoy-config`"
@@ -43,8 +43,6 @@ _NO_SCRIPT = (
     "envoy.lane is `fast`, but Envoy has no scripts for it: streamed answers pass through the router. Make Envoy's "
     "bootstrap again with `kvreturn envoy-config` and start it with that, or set envoy.lane: portable"
 )
-_BEHIND = 1.0  # and behind the end of an exchange that was broken off
-_SILENT = 30.0  # while tokens come, a script tells of them every 20 s
 
 
 def _for_scripts(headers: Mapping[str, str]) -> bool:

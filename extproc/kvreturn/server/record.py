@@ -168,8 +168,7 @@ class TurnRecord:
     def responded(self, status: int, node: str | None, content_type: str = "") -> None:
         """The node's headers are here."""
         self._status, self._node, self._moved = status, node, self._world.clock()
-        self._times.streamed = content_type.startswith("text/event-stream")
-        self._times.lane = "portable" if self._times.streamed else None
+        self._times.lane = "portable" if content_type.startswith("text/event-stream") else None
         self.trace.responded(status)
 
     def passes_in_envoy(self) -> None:

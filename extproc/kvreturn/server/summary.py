@@ -61,16 +61,19 @@ class Times:
         waited: waiting for prefill nodes and for eager returns.
         first_token: from the client's headers to the first byte of content that the client gets.
         total: from the client's headers to the end.
-        streamed: whether the answer came as events.
-        lane: how these passed, `portable` or `fast`; None if it did not.
+        lane: how the events of a streamed answer passed, `portable` or `fast`; None if it was not streamed.
     """
 
     prefill: float = 0.0
     waited: float = 0.0
     first_token: float | None = None
     total: float = 0.0
-    streamed: bool = False
     lane: str | None = None
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the answer came as events."""
+        return self.lane is not None
 
 
 def hint(turn: Turn) -> str | None:

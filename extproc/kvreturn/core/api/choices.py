@@ -32,8 +32,7 @@ class ChoicesAnswer(Answer):
         for choice in choices if isinstance(choices, list) else ():
             if not isinstance(choice, dict):
                 continue
-            index = choice.get("index")
-            index = index if type(index) is int else 0
+            index = read_index(choice, 0)
             reason = choice.get("finish_reason")
             if isinstance(reason, str):
                 self.finish_reasons[index] = reason

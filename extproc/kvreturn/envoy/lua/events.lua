@@ -81,9 +81,6 @@ end
 function Events:decode(data)
   if self.stripper then
     return self:strip(data)
-  elseif self.pending == 0 and sub(data, -2) == "\n\n" and not (self.dropped or find(data, HINT, 1, true)) then
-    self.after_cr = false -- what vLLM sends: whole events
-    return data
   end
   local out = self:rewritten(self:complete(data))
   if self.pending > self.limit then
@@ -103,7 +100,7 @@ function Events:flush()
 end
 
 function Events:complete(data)
-  if self.pending == 0 and sub(data, -2) == "\n\n" then
+  if self.pending == 0 and sub(data, -2) == "\n\n" then -- what vLLM sends: whole events
     self.after_cr = false
     return data
   end

@@ -53,6 +53,17 @@ local function number_end(s, i)
   return match(s, "^%-?Infinity()", i) -- Python reads it
 end
 
+-- Behind an item: where the next one begins, or nil and where the container ends; nothing if it does neither.
+local function behind_item(s, i, close)
+  i = white(s, i)
+  local c = byte(s, i)
+  if c == close then
+    return nil, i + 1
+  elseif c == 44 then
+    return white(s, i + 1), nil
+  end
+end
+
 local function array_end(s, i, depth)
   i = white(s, i + 1)
   if byte(s, i) == 93 then
@@ -60,14 +71,14 @@ local function array_end(s, i, depth)
   end
   while i do
     i = value(s, i, depth)
-    i = i and white(s, i)
-    local c = i and byte(s, i)
-    if c == 93 then
-      return i + 1
-    elseif c ~= 44 then
+    if not i then
       return nil
     end
-    i = white(s, i + 1)
+    local stop
+    i, stop = behind_item(s, i, 93)
+    if stop then
+      return stop
+    end
   end
 end
 
@@ -77,7 +88,7 @@ local function object_end(s, i, depth, members)
   if byte(s, i) == 125 then
     return i + 1
   end
-  while true do
+  while i do
     local start = i
     local name_end = byte(s, i) == 34 and text_end(s, i)
     i = name_end and white(s, name_end)
@@ -98,14 +109,11 @@ local function object_end(s, i, depth, members)
         return nil
       end
     end
-    i = white(s, i)
-    local c = byte(s, i)
-    if c == 125 then
-      return i + 1
-    elseif c ~= 44 then
-      return nil
+    local stop
+    i, stop = behind_item(s, i, 125)
+    if stop then
+      return stop
     end
-    i = white(s, i + 1)
   end
 end
 

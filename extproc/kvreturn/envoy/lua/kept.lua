@@ -1,8 +1,7 @@
 -- What is kept of an answer for the router, in little room.
 --
 -- The pieces of a stream are of one form: all but a few bytes, the token, is the same in each. So of a piece that begins
--- and ends as the ones before only the middle is kept. That is not to save bytes on the way to the router: what Lua
--- keeps alive costs more time than all else that happens to a token here.
+-- and ends as the ones before only the middle is kept: else each stream would hold all that its node sends in 20 s.
 --
 -- Packed, as kvreturn/core/packed.py reads it: records one after another,
 --     raw SIZE \n  and SIZE bytes as they came, or
