@@ -155,12 +155,13 @@ def _two() -> tuple[str, str]:
 
 def router_settings(p: str, d: str, lane: str) -> dict[str, Any]:
     """A router's settings, in the form of its file: all defaults, on free ports."""
-    listen, admin, *envoy = free_addresses(5)
+    listen, calls, admin, *envoy = free_addresses(6)
     ports: dict[str, Any] = dict(zip(("listen", "prefill_listen", "admin"), envoy, strict=True))
     if "lane" in Envoy.model_fields:
         ports["lane"] = lane
     return {
         "listen": listen,
+        "calls": calls,
         "admin": admin,
         "secret": "the secret of a benchmark",
         "pools": {"prefill": [p], "decode": [d]},

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from kvreturn.core.address import shifted
+from kvreturn.core.address import moved, shifted, split_address
 from kvreturn.settings.envoy import Envoy
 from kvreturn.settings.limits import Limits
 from kvreturn.settings.nodes import Breaker, Health, Prefill
@@ -14,6 +14,7 @@ from kvreturn.settings.returns import Returns
 from kvreturn.settings.store import Store
 from kvreturn.settings.types import Address, Count, Listen, Positive, Proof, Return, Section
 
+_CALLS = -100  # from `listen` to `calls`, in ports
 SECRET_ENV = "KVRETURN_SECRET"  # noqa: S105 - the name of a variable, not a secret
 
 
@@ -34,6 +35,12 @@ class Settings(Section):
     listen: Listen = Field(
         "127.0.0.1:9090", description="Where Envoy reaches the ext_proc server: `host:port` or `unix:/path`."
     )
+    calls: Listen | None = Field(
+        None,
+        description="Where Envoy's scripts reach the router in the fast lane, over HTTP (docs/lanes.md): a port or a "
+        "path of its own. Unset: 100 ports below `listen`, or `PATH.calls`. Routers of `envoy.routers` have theirs as "
+        "far from their `listen`.",
+    )
     admin: Address | None = Field(
         "127.0.0.1:9091",
         description="Metrics, health, a page that shows what goes on, and the end of conversations (docs/admin.md); "
@@ -42,7 +49,7 @@ class Settings(Section):
     workers: Count = Field(
         1,
         description="Processes of `kvreturn serve`, each good for one core. Each next one listens two ports further "
-        "on, `admin` too (a Unix socket: `PATH.1`). More than one need `store.url` (docs/operations.md).",
+        "on, `calls` and `admin` too (a Unix socket: `PATH.1`). More than one need `store.url` (docs/operations.md).",
     )
     pools: Pools
     prefill: Prefill = Prefill()
@@ -109,6 +116,14 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
+    def _calls_go_where_listen_does(self) -> Self:
+        if self.calls and self.calls.startswith("unix:") != self.listen.startswith("unix:"):
+            raise ValueError(f"calls: {self.calls}: it must be a port if `listen` is one, and a Unix socket if that is")
+        for listen in self.routers():
+            self.calls_of(listen)
+        return self
+
+    @model_validator(mode="after")
     def _shared_store_has_a_secret(self) -> Self:
         if self.store.url and not self.secret.get_secret_value():
             raise ValueError(
@@ -143,7 +158,11 @@ class Settings(Section):
             ValueError: there is no such port.
         """
         return self.model_copy(
-            update={"listen": shifted(self.listen, index), "admin": self.admin and shifted(self.admin, index)}
+            update={
+                "listen": shifted(self.listen, index),
+                "calls": self.calls and shifted(self.calls, index),
+                "admin": self.admin and shifted(self.admin, index),
+            }
         )
 
     def listens(self) -> dict[str, str]:
@@ -152,6 +171,7 @@ class Settings(Section):
         for i in range(self.workers):
             whose = f" of worker {i}" if i else ""
             found[f"listen{whose}"] = shifted(self.listen, i)
+            found[f"calls{whose}"] = self.calls_of(found[f"listen{whose}"])
             if self.admin:
                 found[f"admin{whose}"] = shifted(self.admin, i)
         envoy = self.envoy
@@ -164,6 +184,29 @@ class Settings(Section):
     def router_listens(self) -> list[str]:
         """Where the workers of this file listen for Envoy."""
         return [shifted(self.listen, i) for i in range(self.workers)]
+
+    def routers(self) -> list[str]:
+        """Where the routers listen that Envoy may call."""
+        return self.envoy.routers or self.router_listens()
+
+    def calls_of(self, listen: str) -> str:
+        """Where a router that listens there is called by Envoy's scripts.
+
+        Raises:
+            ValueError: there is no such port.
+        """
+        ours = [] if self.envoy.routers else self.router_listens()
+        if self.calls and listen in ours:
+            return shifted(self.calls, ours.index(listen))
+        if listen.startswith("unix:"):
+            return f"{listen}.calls"
+        told = self.calls and not self.calls.startswith("unix:")
+        return moved(listen, _port(self.calls or "") - _port(self.listen) if told else _CALLS)
+
+    @property
+    def calls_listen(self) -> str:
+        """Where this router listens for Envoy's scripts."""
+        return self.calls or self.calls_of(self.listen)
 
     def return_for(self, model: str) -> Return:
         """How turns of `model` go back."""
@@ -186,3 +229,7 @@ class Settings(Section):
         """The proof level that applies to `model`."""
         special = self.models.get(model)
         return special.proof if special and special.proof else self.proof
+
+
+def _port(address: str) -> int:
+    return split_address(address)[1]

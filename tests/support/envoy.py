@@ -37,10 +37,11 @@ for _ in range(os.getpid() * 997 % 22_000):
 
 
 def unused_address() -> str:
-    """A TCP address on which nobody listens, another one each time."""
+    """A TCP address on which nobody listens, another one each time; nor where a router there listens for calls."""
     for port in _PORTS:
-        with socket.socket() as s, contextlib.suppress(OSError):
+        with socket.socket() as s, socket.socket() as calls, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
+            calls.bind(("127.0.0.1", port - 100))
             return f"127.0.0.1:{port}"
     raise AssertionError
 

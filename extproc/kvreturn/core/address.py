@@ -49,6 +49,19 @@ def shifted(listen: str, index: int) -> str:
     return f"{head}:{moved}"
 
 
+def moved(address: str, by: int) -> str:
+    """The same host, so many ports further on, or in the other direction where there are not as many.
+
+    Raises:
+        ValueError: there is no such port.
+    """
+    head, _, port = address.rpartition(":")
+    there = int(port) + by if int(port) + by > 0 else int(port) - by
+    if not 0 < there <= _LAST_PORT:
+        raise ValueError(f"there is no port {by} from {address}; choose another one")
+    return f"{head}:{there}"
+
+
 def is_local(host: str) -> bool:
     """Whether `host` names no machine to anybody else: loopback, unspecified, or empty."""
     if host.lower() in {"", "localhost"}:

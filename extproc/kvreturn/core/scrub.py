@@ -20,13 +20,13 @@ _HINTS = (b"transfer_params", b"\\u")  # a name can be written with escapes
 OWN_HEADERS = "x-kvreturn-"
 # Where other routers write what they have decided. A node or a sidecar that finds one of these in a client's request
 # goes, or sends the prompt, where the client says.
-_ROUTING_PREFIXES = (
+ROUTING_PREFIXES = (
     OWN_HEADERS,
     "x-gateway-destination-endpoint",  # Gateway API inference extension; also -subset, -served, -scores
     "x-dynamo-",  # NVIDIA Dynamo
     "x-smg-",  # SGLang's model gateway
 )
-_ROUTING_HEADERS = frozenset(
+ROUTING_HEADERS = frozenset(
     {
         "x-prefiller-host-port",  # llm-d's sidecars
         "x-prefiller-url",
@@ -103,7 +103,7 @@ def _own_salt(body: ObjectText) -> str:
 
 def foreign_headers(names: Iterable[str]) -> list[str]:
     """Those of these (lower-case) header names that only the router or another router may set."""
-    return sorted({n for n in names if n.startswith(_ROUTING_PREFIXES) or n in _ROUTING_HEADERS})
+    return sorted({n for n in names if n.startswith(ROUTING_PREFIXES) or n in ROUTING_HEADERS})
 
 
 def may_hold_params(body: bytes) -> bool:

@@ -223,11 +223,12 @@ async def before_nodes(
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvreturn-demo-")))
     fronts: dict[str, Front] = {}
     probes: dict[Child, list[str]] = {}
-    addresses = iter(free_addresses(5 * len(prefills)))
+    addresses = iter(free_addresses(6 * len(prefills)))
     for number, (prefill, ways) in enumerate(prefills.items()):
-        listen, admin, client, loopback, envoy_admin = itertools.islice(addresses, 5)
+        listen, calls, admin, client, loopback, envoy_admin = itertools.islice(addresses, 6)
         settings = {
             "listen": listen,
+            "calls": calls,
             "admin": admin,
             "pools": {"prefill": [prefill], "decode": [decode]},
             "models": {way.model: dict(way.settings) for way in ways},

@@ -10,8 +10,8 @@ from kvreturn.config import ConfigError, Settings
 from kvreturn.core.address import split_address
 from kvreturn.envoy import names
 from kvreturn.envoy.clusters import bind_address, node_cluster, router_cluster
-from kvreturn.envoy.filters import message_timeout, router_listens
-from kvreturn.envoy.lanes import one_each
+from kvreturn.envoy.filters import message_timeout
+from kvreturn.envoy.lanes import is_fast, one_each
 from kvreturn.envoy.listeners import client_listener, orchestrated_listeners, prefill_listener
 from kvreturn.envoy.ports import is_ip, is_loopback, is_unspecified
 from kvreturn.envoy.protos import Any, bootstrap_pb, connections_pb, core_pb, overload_pb
@@ -42,8 +42,8 @@ def build(settings: Settings) -> bootstrap_pb.Bootstrap:
             clusters=[
                 node_cluster(names.DECODE_CLUSTER, decode, names.DECODE_NODE_KEY, health),
                 node_cluster(names.PREFILL_CLUSTER, prefill, names.PREFILL_NODE_KEY, health),
-                router_cluster(router_listens(settings)),
-                *(one_each(router_listens(settings)) if settings.envoy.lane == "fast" else ()),
+                router_cluster(settings.routers(), named=is_fast(settings)),
+                *(one_each(settings) if is_fast(settings) else ()),
             ],
         ),
         admin=bootstrap_pb.Admin(address=bind_address(settings.envoy.admin), ignore_global_conn_limit=True),

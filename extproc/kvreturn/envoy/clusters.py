@@ -57,7 +57,7 @@ def node_cluster(
         metadata_key: key within the metadata namespace `kvreturn`; its value is the node's `ip:port`.
         health_check_path: path that answers 200 on a node that can serve.
     """
-    cluster = _cluster(name, nodes or [], timedelta(seconds=2))
+    cluster = plain_cluster(name, nodes or [], timedelta(seconds=2), idle=_NODE_IDLE)
     cluster.load_balancing_policy = _named_node_else_least_request(metadata_key)
     # Envoy ignores health altogether once less than half of a pool is healthy; in a pool of three that would send two
     # thirds of the traffic to dead nodes. Here it does so only if no node at all is healthy.
@@ -81,14 +81,6 @@ def node_cluster(
     # A node that refuses a connection gets no more until the next health check. Its answers do not count: one that
     # answers 500 to a bad request is up.
     cluster.outlier_detection = _refusing(timedelta(seconds=5))
-    cluster.typed_extension_protocol_options[_HTTP_OPTIONS] = Any.pack(
-        http_pb.HttpProtocolOptions(
-            common_http_protocol_options=core_pb.HttpProtocolOptions(idle_timeout=_NODE_IDLE),
-            explicit_http_config=http_pb.HttpProtocolOptionsExplicitHttpConfig(
-                http_protocol_options=core_pb.Http1ProtocolOptions()
-            ),
-        )
-    )
     return cluster
 
 
@@ -113,13 +105,14 @@ def _told_by_router(cluster: cluster_pb.Cluster) -> None:
     cluster.ignore_health_on_host_removal = True
 
 
-def router_cluster(listens: Sequence[str]) -> cluster_pb.Cluster:
+def router_cluster(listens: Sequence[str], *, named: bool = False) -> cluster_pb.Cluster:
     """The ext_proc servers, over HTTP/2.
 
     No HTTP/2 keepalive: a gRPC server hangs up on a peer that pings an idle connection more than every five minutes.
 
     Args:
         listens: `host:port` or `unix:/path` that each server binds; a name may stand for several.
+        named: whether a stream may name one of them, by `names.TO_HEADER`.
     """
     cluster = _cluster(names.ROUTER_CLUSTER, [reachable(listen) for listen in listens], timedelta(seconds=1))
     cluster.health_checks = [
@@ -135,7 +128,7 @@ def router_cluster(listens: Sequence[str]) -> cluster_pb.Cluster:
     # A single one gets streams whatever its health is, since Envoy has no other; but who asks whether this Envoy can
     # serve wants to know.
     if may_be_several(listens):
-        _spread(cluster)
+        _spread(cluster, named=named)
     cluster.typed_extension_protocol_options[_HTTP_OPTIONS] = Any.pack(
         http_pb.HttpProtocolOptions(
             explicit_http_config=http_pb.HttpProtocolOptionsExplicitHttpConfig(
@@ -146,11 +139,32 @@ def router_cluster(listens: Sequence[str]) -> cluster_pb.Cluster:
     return cluster
 
 
-def _spread(cluster: cluster_pb.Cluster) -> None:
-    """Each stream to the router with the fewest, none to one that drains (its health fails) or is gone."""
-    cluster.load_balancing_policy = _policy(
-        "envoy.load_balancing_policies.least_request", least_request_pb.LeastRequest()
+def plain_cluster(name: str, addresses: Sequence[str], connect: timedelta, *, idle: timedelta) -> cluster_pb.Cluster:
+    """A cluster of HTTP/1 servers.
+
+    Args:
+        name: the cluster's name.
+        addresses: `host:port` or `unix:/path`.
+        connect: within which a connection must stand.
+        idle: after which an idle connection is closed.
+    """
+    cluster = _cluster(name, addresses, connect)
+    cluster.typed_extension_protocol_options[_HTTP_OPTIONS] = Any.pack(
+        http_pb.HttpProtocolOptions(
+            common_http_protocol_options=core_pb.HttpProtocolOptions(idle_timeout=idle),
+            explicit_http_config=http_pb.HttpProtocolOptionsExplicitHttpConfig(
+                http_protocol_options=core_pb.Http1ProtocolOptions()
+            ),
+        )
     )
+    return cluster
+
+
+def _spread(cluster: cluster_pb.Cluster, *, named: bool) -> None:
+    """Each stream to the router with the fewest, none to one that drains (its health fails) or is gone."""
+    least_request = _policy("envoy.load_balancing_policies.least_request", least_request_pb.LeastRequest())
+    source = override_host_pb.OverrideHostOverrideHostSource(header=names.TO_HEADER)
+    cluster.load_balancing_policy = _else(least_request, source) if named else least_request
     cluster.common_lb_config = cluster_pb.ClusterCommonLbConfig(healthy_panic_threshold=type_pb.Percent(value=1))
     # A router that died gets no more streams from the first one on that it broke off or refused: the health check would
     # find out a second later. It ends the ejection too.
@@ -220,11 +234,15 @@ def _named_node_else_least_request(metadata_key: str) -> cluster_pb.LoadBalancin
             key=names.METADATA_NAMESPACE, path=[metadata_pb.MetadataKeyPathSegment(key=metadata_key)]
         )
     )
-    least_request = _policy("envoy.load_balancing_policies.least_request", least_request_pb.LeastRequest())
-    return _policy(
-        "envoy.load_balancing_policies.override_host",
-        override_host_pb.OverrideHost(override_host_sources=[source], fallback_policy=least_request),
-    )
+    return _else(_policy("envoy.load_balancing_policies.least_request", least_request_pb.LeastRequest()), source)
+
+
+def _else(
+    otherwise: cluster_pb.LoadBalancingPolicy, source: override_host_pb.OverrideHostOverrideHostSource
+) -> cluster_pb.LoadBalancingPolicy:
+    """Whom the source names, if it does."""
+    named = override_host_pb.OverrideHost(override_host_sources=[source], fallback_policy=otherwise)
+    return _policy("envoy.load_balancing_policies.override_host", named)
 
 
 def _policy(name: str, config: betterproto2.Message) -> cluster_pb.LoadBalancingPolicy:

@@ -50,13 +50,14 @@ def message_timeout(settings: Settings) -> float:
     return settings.prefill.timeout + 5
 
 
-def router_listens(settings: Settings) -> list[str]:
-    """Where the routers listen that Envoy may call."""
-    return settings.envoy.routers or settings.router_listens()
+def ext_proc(settings: Settings, role: Role, *, answers_only: bool = False) -> hcm_pb.HttpFilter:
+    """The filter that calls the router in a role.
 
-
-def ext_proc(settings: Settings, role: Role) -> hcm_pb.HttpFilter:
-    """The filter that calls the router in a role."""
+    Args:
+        settings: the router's.
+        role: that it has there.
+        answers_only: the router has heard of the request by another way.
+    """
     send, skip = ext_proc_pb.ProcessingModeHeaderSendMode.SEND, ext_proc_pb.ProcessingModeHeaderSendMode.SKIP
     request = ext_proc_pb.ProcessingModeBodySendMode[settings.envoy.request_body_mode]
     response = ext_proc_pb.ProcessingModeBodySendMode[settings.envoy.response_body_mode]
@@ -65,15 +66,15 @@ def ext_proc(settings: Settings, role: Role) -> hcm_pb.HttpFilter:
     config = ext_proc_pb.ExternalProcessor(
         grpc_service=core_pb.GrpcService(
             envoy_grpc=core_pb.GrpcServiceEnvoyGrpc(cluster_name=names.ROUTER_CLUSTER),
-            initial_metadata=[] if role == names.GATEWAY else [core_pb.HeaderValue(key=names.ROLE_HEADER, value=role)],
-            retry_policy=_another_router() if may_be_several(router_listens(settings)) else None,
+            initial_metadata=_first_words(role, answers_only=answers_only),
+            retry_policy=_another_router() if may_be_several(settings.routers()) else None,
         ),
         # Never let a body pass unread: it could carry a client's own kv_transfer_params (field report 31).
         failure_mode_allow=False,
         processing_mode=ext_proc_pb.ProcessingMode(
-            request_header_mode=send,
+            request_header_mode=skip if answers_only else send,
             response_header_mode=send,
-            request_body_mode=request,
+            request_body_mode=ext_proc_pb.ProcessingModeBodySendMode.NONE if answers_only else request,
             response_body_mode=response,
             # A buffered body comes whole, with or without trailers after it, and vLLM reads none.
             request_trailer_mode=send if request == full_duplex else skip,
@@ -87,11 +88,18 @@ def ext_proc(settings: Settings, role: Role) -> hcm_pb.HttpFilter:
         allow_mode_override=full_duplex not in {request, response},
         metadata_options=ext_proc_pb.MetadataOptions(
             receiving_namespaces=ours,
-            # So that the router sees whether the fast lane has taken an answer on.
-            forwarding_namespaces=ours if role == names.GATEWAY and settings.envoy.lane == "fast" else None,
+            forwarding_namespaces=ours if answers_only else None,  # so that the router knows whose answer it is
         ),
     )
     return _filter(names.EXT_PROC_FILTER, config)
+
+
+def _first_words(role: Role, *, answers_only: bool) -> list[core_pb.HeaderValue]:
+    """What Envoy says as it opens a stream."""
+    if answers_only:
+        there = f"%DYNAMIC_METADATA({names.METADATA_NAMESPACE}:{names.CALL_KEY})%"
+        return [core_pb.HeaderValue(key=names.TO_HEADER, value=there)]
+    return [] if role == names.GATEWAY else [core_pb.HeaderValue(key=names.ROLE_HEADER, value=role)]
 
 
 def _another_router() -> core_pb.RetryPolicy:
@@ -130,15 +138,13 @@ def readiness() -> hcm_pb.HttpFilter:
     return _filter("envoy.filters.http.health_check", config)
 
 
-def node_guard(key: str, more: str = "") -> hcm_pb.HttpFilter:
+def node_guard(key: str) -> hcm_pb.HttpFilter:
     """Has Envoy use the node that the metadata names, if that node is alive.
 
     Args:
         key: within the metadata namespace `kvreturn`.
-        more: a script for the same filter: each filter costs every token some time.
     """
-    script = _NODE_GUARD.format(namespace=names.METADATA_NAMESPACE, key=key, only=names.ONLY_KEY)
-    return lua(script + more)
+    return lua(_NODE_GUARD.format(namespace=names.METADATA_NAMESPACE, key=key, only=names.ONLY_KEY))
 
 
 def lua(script: str) -> hcm_pb.HttpFilter:

@@ -1,63 +1,151 @@
-"""The fast lane in Envoy: the scripts through which streamed answers pass, and the log that tells of their end."""
+"""The fast lane in Envoy: the scripts through which turns pass, how they call the router, and who hears of the end."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.resources import files
 
-from kvreturn.envoy import names
-from kvreturn.envoy.clusters import router_cluster
-from kvreturn.envoy.protos import Any, accesslog_pb, cluster_pb, core_pb, grpc_log_pb, matcher_pb
+from kvreturn.config import Settings
+from kvreturn.core.address import split_address
+from kvreturn.core.scrub import ROUTING_HEADERS, ROUTING_PREFIXES
+from kvreturn.envoy import filters, names
+from kvreturn.envoy.clusters import plain_cluster, router_cluster
+from kvreturn.envoy.filters import message_timeout
+from kvreturn.envoy.ports import are_told_apart, reachable
+from kvreturn.envoy.protos import (
+    Any,
+    accesslog_pb,
+    cluster_pb,
+    core_pb,
+    grpc_log_pb,
+    hcm_pb,
+    matcher_pb,
+    matching_pb,
+    skip_pb,
+    type_pb,
+    xds_core_pb,
+    xds_match_pb,
+)
 
-_PASS = ("json.lua", "members.lua", "events.lua", "kept.lua", "part.lua", "fast_lane.lua")
+Constant = str | bool | float | list[str] | dict[str, bool]
+
+_PASS = ("json.lua", "members.lua", "events.lua", "kept.lua", "part.lua", "request.lua", "fast_lane.lua")
 _HOLD = ("part.lua", "hand_over.lua")
 # What the router may need beyond its store's deadline to read up to 256 KiB of answer, on a machine that is busy.
 _BEYOND = 0.5
 _FLUSH = timedelta(milliseconds=200)
+_IDLE = timedelta(seconds=30)  # the router's own is 75 s: Envoy hangs up first
+_CONNECT = timedelta(seconds=1)
 
 
-def pass_script(event_bytes: int) -> str:
-    """The script that every byte of an answer passes, and no handle.
-
-    Args:
-        event_bytes: as `limits.event_bytes`.
-    """
-    return _script(f"local EVENT_BYTES = {event_bytes}\n", _PASS)
+def is_fast(settings: Settings) -> bool:
+    """Whether Envoy gets the scripts: not where it cannot tell the routers apart, of which only one knows a turn."""
+    return settings.envoy.lane == "fast" and are_told_apart(settings.routers())
 
 
-def hold_script(deadline: float) -> str:
-    """The script that holds the end of an answer.
+def pass_script(settings: Settings) -> str:
+    """The script that tells the router of requests, and that every byte of an answer passes, and no handle."""
+    constants: dict[str, Constant] = {
+        "EVENT_BYTES": settings.limits.event_bytes,
+        "REQUEST_SECONDS": message_timeout(settings),
+        "SCRIPTS": names.SCRIPTS,
+        "ROUTERS": [as_envoy_knows(listen) for listen in settings.routers()],
+        "FOREIGN": dict.fromkeys(sorted(ROUTING_HEADERS), True),
+        "FOREIGN_PREFIXES": list(ROUTING_PREFIXES),
+    }
+    return _script(constants, _PASS)
 
-    Args:
-        deadline: of the session store, in seconds.
-    """
-    return _script(f"local TIMEOUT = {round((deadline + _BEYOND) * 1000)} -- milliseconds\n", _HOLD)
+
+def hold_script(settings: Settings) -> str:
+    """The script that holds the end of an answer."""
+    return _script({"TIMEOUT": round((settings.store.deadline + _BEYOND) * 1000)}, _HOLD)
 
 
-def _script(constants: str, names_of: Sequence[str]) -> str:
+def _script(constants: Mapping[str, Constant], names_of: Sequence[str]) -> str:
     folder = files("kvreturn.envoy") / "lua"
-    return "\n".join([constants, *((folder / name).read_text() for name in names_of)])
+    known = {"NAMESPACE": names.METADATA_NAMESPACE, "CALLS": names.calls_of(""), **constants}
+    first = "".join(f"local {name} = {_lua(value)}\n" for name, value in known.items())
+    return "\n".join([first, *((folder / name).read_text() for name in names_of)])
 
 
-def one_each(listens: Sequence[str]) -> list[cluster_pb.Cluster]:
-    """A cluster for each router alone: only the one that has a turn can be told of it."""
-    clusters = [router_cluster([listen]) for listen in listens]
-    for cluster, listen in zip(clusters, listens, strict=True):
-        cluster.name = names.one_router(listen)
-        assert cluster.load_assignment
-        cluster.load_assignment.cluster_name = cluster.name
-    return clusters
+def _lua(value: Constant) -> str:
+    """A constant as Lua writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value)  # addresses and names of headers, in which both mean the same
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"[{_lua(k)}] = {_lua(v)}" for k, v in value.items()) + " }"
+    return "{ " + ", ".join(map(_lua, value)) + " }" if isinstance(value, list) else f"{value:g}"
 
 
-def ends(listens: Sequence[str]) -> list[accesslog_pb.AccessLog]:
+def as_envoy_knows(listen: str) -> str:
+    """A router's address as Envoy writes it, by which it finds the router among others."""
+    host = reachable(listen).removeprefix("unix:")
+    return f"127.0.0.1:{split_address(host)[1]}" if host.startswith("localhost:") else host
+
+
+def one_each(settings: Settings) -> list[cluster_pb.Cluster]:
+    """Two clusters for each router alone, for its calls and for the log of its turns: only that one knows of them."""
+    return [c for listen in settings.routers() for c in (_calls(settings, listen), _alone(listen))]
+
+
+def _alone(listen: str) -> cluster_pb.Cluster:
+    cluster = router_cluster([listen])
+    cluster.name = names.one_router(as_envoy_knows(listen))
+    assert cluster.load_assignment
+    cluster.load_assignment.cluster_name = cluster.name
+    return cluster
+
+
+def _calls(settings: Settings, listen: str) -> cluster_pb.Cluster:
+    address = reachable(settings.calls_of(listen))
+    cluster = plain_cluster(names.calls_of(as_envoy_knows(listen)), [address], _CONNECT, idle=_IDLE)
+    if len(settings.routers()) > 1:  # a single one is called whatever its health is
+        cluster.health_checks = [
+            core_pb.HealthCheck(
+                timeout=timedelta(seconds=1),
+                interval=timedelta(seconds=1),
+                no_traffic_interval=timedelta(seconds=1),
+                unhealthy_threshold=1,
+                healthy_threshold=1,
+                http_health_check=core_pb.HealthCheckHttpHealthCheck(path=names.HEALTH_PATH),
+            )
+        ]
+        cluster.common_lb_config = cluster_pb.ClusterCommonLbConfig(healthy_panic_threshold=type_pb.Percent(value=0))
+    return cluster
+
+
+def ends(settings: Settings) -> list[accesslog_pb.AccessLog]:
     """Tells each router of the end of its turns: that a client left, or a node died, nobody else would tell."""
-    return [_log(names.one_router(listen)) for listen in listens]
+    return [_log(as_envoy_knows(listen)) for listen in settings.routers()]
 
 
-def _log(cluster: str) -> accesslog_pb.AccessLog:
+def answers_only(settings: Settings) -> hcm_pb.HttpFilter:
+    """Ext_proc for the answers that no script takes on, each at the router that has its turn."""
+    inner = filters.ext_proc(settings, names.GATEWAY, answers_only=True)
+    passes = matcher_pb.HttpResponseHeaderMatchInput(header_name=names.PASSES_HEADER)
+    found = xds_match_pb.MatcherMatcherListPredicateSinglePredicate(
+        input=xds_core_pb.TypedExtensionConfig(name="header", typed_config=Any.pack(passes)),
+        value_match=xds_match_pb.StringMatcher(exact="1"),
+    )
+    skip = xds_core_pb.TypedExtensionConfig(name="skip", typed_config=Any.pack(skip_pb.SkipFilter()))
+    rule = xds_match_pb.MatcherMatcherListFieldMatcher(
+        predicate=xds_match_pb.MatcherMatcherListPredicate(single_predicate=found),
+        on_match=xds_match_pb.MatcherOnMatch(action=skip),
+    )
+    config = matching_pb.ExtensionWithMatcher(
+        xds_matcher=xds_match_pb.Matcher(matcher_list=xds_match_pb.MatcherMatcherList(matchers=[rule])),
+        extension_config=core_pb.TypedExtensionConfig(name=inner.name, typed_config=inner.typed_config),
+    )
+    return hcm_pb.HttpFilter(name=inner.name, typed_config=Any.pack(config))
+
+
+def _log(router: str) -> accesslog_pb.AccessLog:
     its_turns = matcher_pb.MetadataMatcher(
         filter=names.METADATA_NAMESPACE,
         path=[matcher_pb.MetadataMatcherPathSegment(key=names.CALL_KEY)],
-        value=matcher_pb.ValueMatcher(string_match=matcher_pb.StringMatcher(exact=cluster)),
+        value=matcher_pb.ValueMatcher(string_match=matcher_pb.StringMatcher(exact=router)),
     )
     return accesslog_pb.AccessLog(
         name="envoy.access_loggers.http_grpc",
@@ -68,7 +156,9 @@ def _log(cluster: str) -> accesslog_pb.AccessLog:
             grpc_log_pb.HttpGrpcAccessLogConfig(
                 common_config=grpc_log_pb.CommonGrpcAccessLogConfig(
                     log_name="kvreturn",
-                    grpc_service=core_pb.GrpcService(envoy_grpc=core_pb.GrpcServiceEnvoyGrpc(cluster_name=cluster)),
+                    grpc_service=core_pb.GrpcService(
+                        envoy_grpc=core_pb.GrpcServiceEnvoyGrpc(cluster_name=names.one_router(router))
+                    ),
                     transport_api_version=core_pb.ApiVersion.V3,
                     buffer_flush_interval=_FLUSH,
                 )

@@ -34,14 +34,16 @@ _ESCAPED_SLASHES = hcm_pb.HttpConnectionManagerPathWithEscapedSlashesAction.UNES
 
 def client_listener(settings: Settings) -> listener_pb.Listener:
     """Where clients connect: all passes the router but GET, HEAD and OPTIONS of what is no stored response."""
-    hcm = _through_router(settings, _decode_routes(settings, "client"), names.GATEWAY, names.DECODE_NODE_KEY)
-    if settings.envoy.lane == "fast":
+    host = _decode_routes(settings, "client")
+    hcm = _through_router(settings, host, names.GATEWAY, names.DECODE_NODE_KEY)
+    if lanes.is_fast(settings):
         # Answers pass from the last filter to the first.
-        ext_proc, _, router = hcm.http_filters
-        passing = filters.node_guard(names.DECODE_NODE_KEY, lanes.pass_script(settings.limits.event_bytes))
-        holding = filters.lua(lanes.hold_script(settings.store.deadline))
-        hcm.http_filters = [holding, ext_proc, passing, router]
-        hcm.access_log += lanes.ends(filters.router_listens(settings))
+        passing, holding = filters.lua(lanes.pass_script(settings)), filters.lua(lanes.hold_script(settings))
+        hcm.http_filters = [holding, lanes.answers_only(settings), passing, filters.router()]
+        hcm.access_log += lanes.ends(settings)
+        host.response_headers_to_add = [_upstream()]
+        for route in host.routes:
+            route.typed_per_filter_config.clear()
     hcm.http_filters.insert(0, filters.readiness())
     # Inbound: draining closes this listener only, and running turns still reach their prefill nodes.
     return _listener("client", settings.envoy.listen, hcm, core_pb.TrafficDirection.INBOUND)
@@ -99,11 +101,7 @@ def prefill_listener(settings: Settings) -> listener_pb.Listener:
         match=route_pb.RouteMatch(prefix="/"),
         route=route_pb.RouteAction(cluster=names.PREFILL_CLUSTER, timeout=timedelta(seconds=timeout)),
     )
-    upstream = core_pb.HeaderValueOption(
-        header=core_pb.HeaderValue(key=names.UPSTREAM_HEADER, value="%UPSTREAM_REMOTE_ADDRESS%"),
-        append_action=core_pb.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
-    )
-    host = route_pb.VirtualHost(name="prefill", domains=["*"], routes=[route], response_headers_to_add=[upstream])
+    host = route_pb.VirtualHost(name="prefill", domains=["*"], routes=[route], response_headers_to_add=[_upstream()])
     hcm = hcm_pb.HttpConnectionManager(
         stat_prefix="prefill",
         route_config=route_pb.RouteConfiguration(name="prefill", virtual_hosts=[host]),
@@ -120,6 +118,14 @@ def prefill_listener(settings: Settings) -> listener_pb.Listener:
     listener = _listener("prefill", settings.envoy.prefill_listen, hcm, core_pb.TrafficDirection.OUTBOUND)
     listener.ignore_global_conn_limit = True  # that limit is for clients
     return listener
+
+
+def _upstream() -> core_pb.HeaderValueOption:
+    """Tells by a header which node answered."""
+    return core_pb.HeaderValueOption(
+        header=core_pb.HeaderValue(key=names.UPSTREAM_HEADER, value="%UPSTREAM_REMOTE_ADDRESS%"),
+        append_action=core_pb.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+    )
 
 
 def body_limit(settings: Settings) -> int:

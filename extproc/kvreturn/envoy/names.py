@@ -21,26 +21,47 @@ ONLY_HEADER = "x-kvreturn-only"
 """Request header by which the router says so."""
 
 TURN_KEY = "turn"
-"""Key in the namespace under which a turn's name stands that may go by the fast lane: a secret of router and script."""
+"""Key in the namespace under which the name of a turn stands whose answer matters: a secret of router and scripts."""
 
 CALL_KEY = "router"
-"""Key in the namespace that names the cluster of the router that has the turn."""
+"""Key in the namespace that names the router that has the turn: its address, as Envoy knows it."""
+
+LANE_KEY = "lane"
+"""Key in the namespace that is there if a script may take the answer on."""
 
 EARLY_KEY = "early"
 """Key in the namespace that is there if the router must know an answer's first event before the client does."""
 
-LANE_KEY = "lane"
-"""Key in the namespace by which the script says that it has taken an answer on; its value is the turn's name."""
+REQUEST_ID_KEY = "request_id"
+"""Key in the namespace for the client's own id of its request."""
 
-FAST_SERVICE = "kvreturn.FastLane"
-"""The gRPC service of the script's calls."""
+SCRIPTS = "2"
+"""Version of what scripts and router tell each other."""
+
+REQUEST_PATH = "/kvreturn/request"
+PART_PATH = "/kvreturn/part"
+HEALTH_PATH = "/kvreturn/health"
+"""Where the scripts call the router, and its health there."""
+
+HEAD_HEADER = "x-kvreturn-head"
+"""Header of a call: `VERSION KIND HEADERS`; whether the request's body is that of the call (`whole`), there is none
+(`none`), or it comes only if the router wants it (`later`); and the request's headers, in base64."""
+
+REPLY_HEADER = "x-kvreturn-reply"
+"""Header of all that the router answers to a call: what lacks it is Envoy's own."""
 
 TURN_HEADER = "x-kvreturn-turn"
 PART_HEADER = "x-kvreturn-part"
-"""gRPC metadata of the script's calls: the turn's name, and what the message is (envoy/lua/part.lua)."""
+"""Headers of a call: the turn's name, and what the message is (envoy/lua/part.lua)."""
+
+PASSES_HEADER = "x-kvreturn-passes"
+"""Response header between filters: the answer needs no router, so ext_proc is left out. No client sees it."""
+
+TO_HEADER = "x-kvreturn-to"
+"""gRPC metadata by which Envoy sends an answer to the router that has its turn."""
 
 UPSTREAM_HEADER = "x-kvreturn-upstream"
-"""Response header by which the prefill listener tells the router the `ip:port` of the node that answered."""
+"""Response header by which Envoy tells the router, or a script, the `ip:port` of the node that answered."""
 
 HEADER_PREFIX = "x-kvreturn-"
 """Prefix of our own headers; no client may send one."""
@@ -74,5 +95,10 @@ READY = "/kvreturn/ready"
 
 
 def one_router(listen: str) -> str:
-    """The cluster of one router alone: where a turn is that the fast lane tells of."""
+    """The cluster of one router alone: where Envoy logs the ends of its turns."""
     return f"{ROUTER_CLUSTER}@{listen}"
+
+
+def calls_of(listen: str) -> str:
+    """The cluster by which scripts call one router."""
+    return f"kvreturn_calls@{listen}"

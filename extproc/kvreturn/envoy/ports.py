@@ -6,6 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from kvreturn.core.address import split_address
 
+NAMED = (
+    "envoy.lane: fast has no effect: there are names among envoy.routers, and each may stand for several routers, of "
+    "which only one knows a turn. Give IP addresses or Unix sockets, or set envoy.lane: portable"
+)
+"""What to do where routers cannot be told apart."""
+
 
 def is_ip(host: str) -> bool:
     """Whether `host` is an IP address rather than a name."""
@@ -52,6 +58,12 @@ def may_be_several(listens: Sequence[str]) -> bool:
     """Whether more than one server may be behind these: a name stands for all its addresses (a headless Service)."""
     hosts = [split_address(listen)[0] for listen in listens if not listen.startswith("unix:")]
     return len(listens) > 1 or any(not is_ip(host) and host != "localhost" for host in hosts)
+
+
+def are_told_apart(listens: Sequence[str]) -> bool:
+    """Whether each of these is one server, which Envoy can find among the others: a name may stand for several."""
+    hosts = [split_address(listen)[0] for listen in listens if not listen.startswith("unix:")]
+    return all(is_ip(host) or host == "localhost" for host in hosts)
 
 
 def unavailable(listens: Mapping[str, str]) -> list[str]:

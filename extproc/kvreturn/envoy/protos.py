@@ -20,6 +20,8 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.extensions.access_loggers.filters.cel import v3 as cel_pb
     from envoy_data_plane.envoy.extensions.access_loggers.grpc import v3 as grpc_log_pb
     from envoy_data_plane.envoy.extensions.access_loggers.stream import v3 as stream_pb
+    from envoy_data_plane.envoy.extensions.common.matching import v3 as matching_pb
+    from envoy_data_plane.envoy.extensions.filters.common.matcher.action import v3 as skip_pb
     from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as ext_proc_pb
     from envoy_data_plane.envoy.extensions.filters.http.header_to_metadata import v3 as header_to_metadata_pb
     from envoy_data_plane.envoy.extensions.filters.http.health_check import v3 as health_check_pb
@@ -36,6 +38,8 @@ with warnings.catch_warnings():
     from envoy_data_plane.envoy.type.matcher import v3 as matcher_pb
     from envoy_data_plane.envoy.type.metadata import v3 as metadata_pb
     from envoy_data_plane.google.protobuf import Any
+    from envoy_data_plane.xds.core import v3 as xds_core_pb
+    from envoy_data_plane.xds.type.matcher import v3 as xds_match_pb
 
 __all__ = [
     "Any",
@@ -57,6 +61,7 @@ __all__ = [
     "listener_pb",
     "lua_pb",
     "matcher_pb",
+    "matching_pb",
     "metadata_pb",
     "mutation_pb",
     "overload_pb",
@@ -64,6 +69,9 @@ __all__ = [
     "previous_hosts_pb",
     "route_pb",
     "router_pb",
+    "skip_pb",
     "stream_pb",
     "type_pb",
+    "xds_core_pb",
+    "xds_match_pb",
 ]

@@ -18,9 +18,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvreturn.config import Settings
 from kvreturn.core.address import split_address
-from kvreturn.envoy.filters import router_listens
 from kvreturn.envoy.ports import may_be_several, unavailable
 from kvreturn.server.admin import admin_app
+from kvreturn.server.calls import Calls
 from kvreturn.server.endpoints import EndpointService
 from kvreturn.server.heap import keep_large, leave_start_alone
 from kvreturn.server.reload import Reloader
@@ -64,7 +64,9 @@ class Router:
         self._endpoints = EndpointService((world.prefill, world.decode))
         self._server = grpc.aio.server(options=server_options(world.settings.limits.request_bytes))
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined] # grpc-stubs does not know it
+        self._calls = Calls(world, self._service.fast)
         self._web: web.AppRunner | None = None
+        self._scripts = self._calls.runner()
 
     async def start(self) -> None:
         """Listen.
@@ -76,13 +78,14 @@ class Router:
         self._service.add_to(self._server)
         self._endpoints.add_to(self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        check_free({"listen": settings.listen, "admin": settings.admin})
+        check_free({"listen": settings.listen, "calls": settings.calls_listen, "admin": settings.admin})
         try:
             self.port = self._server.add_insecure_port(settings.listen)
         except RuntimeError as e:  # somebody was faster than we are
             raise ListenError(f"cannot listen on {settings.listen} (listen): {e}") from None
         if settings.admin:
             await self._start_admin(settings.admin)
+        await self._start_calls(settings.calls_listen)
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
@@ -98,9 +101,11 @@ class Router:
             seconds: how long running streams may take; what is left then is cancelled.
         """
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._calls.serving = False
         await asyncio.sleep(min(_NOTICE, seconds))
         begun = time.monotonic()
         await self._service.fast.drained(seconds)  # while it is still told of them
+        await self._scripts.cleanup()
         self._endpoints.close()
         await self._server.stop(max(seconds - (time.monotonic() - begun), 0.0))
         await self.world.lifecycle.leave(min(seconds, _FREES))
@@ -111,6 +116,19 @@ class Router:
             await asyncio.wait(self._service.running, timeout=1.0)
         if self._web:
             await self._web.cleanup()
+
+    async def _start_calls(self, address: str) -> None:
+        await self._scripts.setup()
+        path = address.removeprefix("unix:")
+        try:
+            site = (
+                web.UnixSite(self._scripts, path)
+                if path != address
+                else web.TCPSite(self._scripts, *split_address(address))
+            )
+            await site.start()
+        except OSError as e:
+            raise ListenError(f"cannot listen on {address} (calls): {e.strerror}") from None
 
     async def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
         for service in ("", SERVICE):
@@ -198,7 +216,7 @@ async def serve(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
         leave_start_alone()
         watching = asyncio.create_task(reloader.watch(watch)) if watch else None
-        if not own.store.url and may_be_several(router_listens(own)):
+        if not own.store.url and may_be_several(own.routers()):
             router.world.warn_once(_APART)
         log.info("listening on %s", own.listen)
         await stop.wait()

@@ -21,7 +21,7 @@ from kvreturn.core.refusal import strip_refusal
 from kvreturn.core.scrub import foreign_headers
 from kvreturn.core.turn import Turn
 from kvreturn.server.drive import drive, scrub
-from kvreturn.server.intake import SETUP, is_form, is_json, refused, stored_response, turn_api
+from kvreturn.server.intake import SETUP, is_read, refused, stored_response, turn_api
 from kvreturn.server.messages import (
     CONTINUE_REQUEST_BODY,
     CONTINUE_REQUEST_TRAILERS,
@@ -32,14 +32,14 @@ from kvreturn.server.messages import (
     Message,
     echo,
     headers_answer,
-    immediate,
     leave,
     read_headers,
     read_upstream,
+    refused_by,
     towards,
 )
 from kvreturn.server.record import PREFILL_HEADERS, TurnRecord
-from kvreturn.server.request import LateTrailersError, Mode, RequestSide, TooLargeError, routed
+from kvreturn.server.request import LateTrailersError, Metadata, Mode, RequestSide, TooLargeError, routed
 from kvreturn.server.response import ResponseSide, UnreadableEncodingError, content_decoder
 from kvreturn.server.world import ForeignError, World
 
@@ -129,16 +129,20 @@ class Exchange:
 
     async def _request_headers(self, message: HttpHeaders) -> list[Message]:
         self._headers = read_headers(message.headers)
+        return await self._request_begins(end=message.end_of_stream)
+
+    async def _request_begins(self, *, end: bool) -> list[Message]:
+        """The request's headers are here; `end` if it has no body."""
         api = turn_api(self._headers)
         self._stored = None if api else stored_response(self._headers)
         changes = Headers(remove=foreign_headers(self._headers))
-        bodiless = message.end_of_stream or not (api or is_json(self._headers) or is_form(self._headers))
+        bodiless = end or not is_read(self._headers)
         if bodiless and self._stored is None:
             return self._leave(changes)
         self._looks = (api or self._stored) is not None
         request = None
         if not bodiless:
-            request = self._request = RequestSide(self._config, self._limits.request_bytes)
+            request = self._request = self._side()
             if not request.readable or (self._looks and self._config.response_body_mode == Mode.NONE):
                 return self._refuse_setup()
             if api:
@@ -148,8 +152,15 @@ class Exchange:
             return self._answer(refusal)
         if request and not request.routes_first:
             return request.open()
-        go = request.open if request else lambda headers, metadata: [routed(headers, metadata)]
+        go = request.open if request else self._let_go
         return await self._routed(lambda node: go(self._outward(changes), self._metadata(changes, node)))
+
+    def _side(self) -> RequestSide:
+        return RequestSide(self._config, self._limits.request_bytes)
+
+    def _let_go(self, headers: Headers, metadata: Metadata) -> list[Message]:
+        """A request whose body is not read goes on."""
+        return [routed(headers, metadata)]
 
     def _refusal(self) -> Refuse | None:
         """Why a request is refused for its headers, or for the turns that there are already."""
@@ -265,16 +276,34 @@ class Exchange:
         self._world.metrics.refused.labels(refusal.why).inc()
         if self._record:
             self._record.refused(refusal.status)
-        headers = {**refusal.headers, "content-type": refusal.content_type}
-        return [immediate(refusal.status, refusal.body, refusal.why, headers)]
+        return self._say(refusal)
+
+    def _say(self, refusal: Refuse) -> list[Message]:
+        return [refused_by(refusal)]
 
     # --- response ---
 
     async def _response_headers(self, message: ProcessingRequest) -> list[Message]:
         if not self._looks:
             return [CONTINUE_RESPONSE_HEADERS]
-        headers = read_headers(message.response_headers.headers)
-        status, node = int(headers.get(":status", "0") or 0), read_upstream(message) or self._route
+        changes = self._response_begins(read_headers(message.response_headers.headers), read_upstream(message))
+        if isinstance(changes, Refuse):
+            return self._answer(changes)
+        if message.response_headers.end_of_stream:
+            await self._settle(end=True)
+        return [headers_answer(response=True, common=CommonResponse(header_mutation=changes.mutation()))]
+
+    def _response_begins(self, headers: dict[str, str], upstream: str | None) -> Headers | Refuse:
+        """The response's headers are here.
+
+        Args:
+            headers: what they are.
+            upstream: the node that answered, if Envoy tells.
+
+        Returns:
+            What changes in them, or what the client gets instead.
+        """
+        status, node = int(headers.get(":status", "0") or 0), upstream or self._route
         if self._record:
             self._record.responded(status, node, headers.get("content-type", "").lower())
             self._keeper = node if self._record.kept and status == _OK else None
@@ -284,17 +313,20 @@ class Exchange:
         except UnreadableEncodingError as e:
             text = f"kvreturn: the decode node answered with content-encoding {e}, although none was accepted"
             log.warning(text)
-            return self._refuse(502, text, "BadGateway", "encoding")
+            return Refuse(502, self._api.error(text, "BadGateway", 502), why="encoding")
         if decoder:
             changes.remove.append("content-encoding")
-        mine = self._headers.get("x-request-id", "")
-        if "x-request-id" in headers and _REQUEST_ID.fullmatch(mine):
-            changes.set["x-request-id"] = mine
+        if "x-request-id" in headers and self._request_id:
+            changes.set["x-request-id"] = self._request_id
         capture = self._capture(headers.get("content-type", "").lower(), status)
         self._response = ResponseSide(self._config.response_body_mode, capture, decoder)
-        if message.response_headers.end_of_stream:
-            await self._settle(end=True)
-        return [headers_answer(response=True, common=CommonResponse(header_mutation=changes.mutation()))]
+        return changes
+
+    @property
+    def _request_id(self) -> str | None:
+        """The client's own id for its request, which the node did not get, if it may be in an answer."""
+        mine = self._headers.get("x-request-id", "")
+        return mine if _REQUEST_ID.fullmatch(mine) else None
 
     def _capture(self, content_type: str, status: int) -> Capture:
         answer = self._turn.answer if self._turn else self._api.answer()

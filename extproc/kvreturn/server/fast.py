@@ -1,107 +1,120 @@
-"""The fast lane, router side: turns whose answers pass in Envoy, which tells of them in parts.
+"""The fast lane, router side: turns whose requests a script in Envoy tells of, and whose answers it tells of in parts.
 
-docs/lanes.md has the picture. The script in Envoy (envoy/lua/fast_lane.lua) strips what passes; here the same bytes go
-through the same capture and record as in the portable lane, so that a turn ends the same way in both. Once a script has
-taken an answer on, the ext_proc stream ends with OK: the router may die, and the answer still comes to its end.
+docs/lanes.md has the picture. A request comes whole, in one call, and one answer says what becomes of it. A streamed
+answer passes in Envoy, where the script strips it; here the same bytes go through the same capture and record as in the
+portable lane, so that a turn ends the same way in both. An answer that the script does not take on comes by ext_proc.
 """
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 
-from kvreturn._proto.envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from kvreturn._proto.envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage, StreamAccessLogsResponse
-from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
-    HttpBody,
-    ProcessingRequest,
-    ProcessingResponse,
-)
+from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import HttpBody
+from kvreturn.core.ports import Refuse
 from kvreturn.envoy import names
+from kvreturn.envoy.ports import NAMED, are_told_apart
+from kvreturn.server.called import CALLED, CalledSide, Go
 from kvreturn.server.exchange import Exchange
-from kvreturn.server.messages import Headers, Message, read_headers, read_metadata
-from kvreturn.server.own_cluster import NO_CLUSTER, own_cluster
-from kvreturn.server.part import Part
-from kvreturn.server.request import Mode
+from kvreturn.server.messages import Headers, Message
+from kvreturn.server.part import Begun, Part
+from kvreturn.server.request import Metadata
 from kvreturn.server.world import World
 
 _LOGS = "envoy.service.accesslog.v3.AccessLogService"
-_NO_BODY = ProcessingMode(
-    response_header_mode=ProcessingMode.HeaderSendMode.SKIP,
-    response_body_mode=ProcessingMode.BodySendMode.NONE,
-    response_trailer_mode=ProcessingMode.HeaderSendMode.SKIP,
-)
 _OVERTAKEN = 6.0  # seconds that a part may be late behind the next one: the script's calls may take nearly as long
 _BEHIND = 1.0  # and behind the end of an exchange that was broken off
 _SILENT = 30.0  # while tokens come, a script tells of them every 20 s
-_OTHER_SCRIPT = (
-    "the fast lane's scripts in Envoy are of another version, so that its turns leave nothing: make the bootstrap "
-    "again with `kvreturn envoy-config`"
-)
-_NO_SCRIPT = (
-    "envoy.lane is `fast`, but Envoy has no scripts for it: streamed answers pass through the router. Make Envoy's "
-    "bootstrap again with `kvreturn envoy-config` and start it with that, or set envoy.lane: portable"
-)
-
-
-def _for_scripts(headers: Mapping[str, str]) -> bool:
-    """Whether fast_lane.lua takes on answers with such headers."""
-    plain = "transfer-encoding" in headers and "content-encoding" not in headers and "trailer" not in headers
-    events = headers.get("content-type", "").lower().startswith("text/event-stream")
-    return plain and events and headers.get(":status", "")[:1] in {"2", "3"}
 
 
 class FastExchange(Exchange):
-    """An exchange whose answer may leave for the fast lane.
+    """An exchange whose request a script has told of.
 
     Args:
         world: what all exchanges share.
-        lane: to which it may leave.
+        lane: that knows it by its name.
     """
 
     def __init__(self, world: World, lane: "FastLane") -> None:
         super().__init__(world)
         self._lane = lane
+        self._config = CALLED
+        self._told: Go | Refuse | None = None  # what becomes of the request
+        self._forward_only = False  # the request is over: what is refused now is an answer, by ext_proc
         self._name = ""
-        self._apart = False  # the answer passes in the fast lane
-        self._next = 0  # number of the part that is awaited; none is before the answer's headers have come
+        self._apart = False  # no stream or call is under way, but the exchange is
+        self._next = 1  # number of the part that is awaited
         self._parts = asyncio.Condition()
+
+    async def request(self, headers: dict[str, str], body: bytes | None) -> Go | Refuse:
+        """What becomes of a request.
+
+        Args:
+            headers: as Envoy has them.
+            body: None if it has none, or none that is read.
+        """
+        begun = self._world.clock()
+        self._headers = headers
+        await self._request_begins(end=body is None)
+        if body is not None and self._request and self._told is None:
+            await self._request_body(HttpBody(body=body, end_of_stream=True))
+        if isinstance(self._request, CalledSide):
+            self._told = self._told or self._request.go
+        self.took(self._world.clock() - begun)
+        self._forward_only = True
+        assert self._told
+        if isinstance(self._told, Go) and self._name:
+            self._apart = True
+            self._lane.enter(self._name)
+        return self._told
+
+    def failed(self) -> Refuse:
+        """What becomes of a request where `request` raised."""
+        self._told = None
+        self.fail()
+        assert isinstance(self._told, Refuse)
+        return self._told
+
+    def _side(self) -> CalledSide:
+        return CalledSide(self._limits.request_bytes)
+
+    def _let_go(self, headers: Headers, metadata: Metadata) -> list[Message]:
+        self._told = Go(headers, metadata)
+        return []
+
+    def _leave(self, changes: Headers) -> list[Message]:
+        return self._let_go(changes, ())
+
+    def _say(self, refusal: Refuse) -> list[Message]:
+        if self._forward_only:
+            return super()._say(refusal)
+        self._told = refusal
+        return []
 
     def _metadata(self, changes: Headers, prefer: str | None, slack: int | None = None) -> list[tuple[str, str]]:
         values = super()._metadata(changes, prefer, slack)
-        streams = self._turn and self._turn.prompt and self._turn.prompt.stream
-        if not streams or self._record is None or self._config.response_body_mode != Mode.STREAMED:
+        if not self._looks:
             return values
         self._name = self._name or self._lane.name(self)
-        values += [(names.TURN_KEY, self._name), (names.CALL_KEY, self._lane.cluster)]
-        return [*values, (names.EARLY_KEY, "1")] if self._record.kept else values
-
-    async def _response_headers(self, message: ProcessingRequest) -> list[Message]:
-        answers = await super()._response_headers(message)
-        taken_on = self._name and read_metadata(message, names.LANE_KEY) == self._name
-        if taken_on and self._response and not message.response_headers.end_of_stream:
-            (answer,) = answers
-            assert isinstance(answer, ProcessingResponse)
-            answer.mode_override.CopyFrom(_NO_BODY)
-            # Envoy's Lua sets one with each chunk that it changes, for as long as the headers are here.
-            answer.response_headers.response.header_mutation.remove_headers.append("content-length")
-            self.over = self._apart = True
-            if self._record:
-                self._record.passes_in_envoy()
-            self._lane.enter(self._name)
-            async with self._parts:
-                self._next = 1
-                self._parts.notify_all()
-        elif self._name and self._response and _for_scripts(read_headers(message.response_headers.headers)):
-            self._world.warn_once(_NO_SCRIPT)
-        return answers
+        values.append((names.TURN_KEY, self._name))
+        if self._turn and self._turn.prompt and self._turn.prompt.stream and self._lane.on:
+            values.append((names.LANE_KEY, "1"))
+        if self._request_id:
+            values.append((names.REQUEST_ID_KEY, self._request_id))
+        return [*values, (names.EARLY_KEY, "1")] if self._record and self._record.kept else values
 
     def close(self) -> None:
-        """See `Exchange.close`: in the fast lane, this stream's end is not the exchange's."""
+        """See `Exchange.close`: while it is apart, what else ends is not the exchange."""
         if not self._apart:
             self._lane.forget(self._name)
             super().close()
+
+    def joined(self) -> None:
+        """The answer comes by an ext_proc stream, whose end is the exchange's."""
+        self._apart = False
 
     def finish(self) -> None:
         """The exchange is over; nothing more can come of it."""
@@ -109,10 +122,7 @@ class FastExchange(Exchange):
         self.close()
 
     async def part(self, part: Part) -> None:
-        """Take a part.
-
-        Parts are separate calls, so one may overtake another, and the answer's headers too.
-        """
+        """Take a part. Parts are separate calls, so one may overtake another."""
         async with self._parts:
             try:
                 async with asyncio.timeout(_OVERTAKEN):
@@ -132,6 +142,8 @@ class FastExchange(Exchange):
             self._lane.leave(self._name)
 
     async def _read(self, part: Part) -> None:
+        if part.begun:
+            self._answer_begins(part.begun)
         assert self._record
         begun = self._world.clock()
         pieces = list(part.pieces())
@@ -141,6 +153,13 @@ class FastExchange(Exchange):
         if self._response:
             self._response.capture.collect()  # nothing more comes for a while: no bytes are kept for that long
         self.took(self._world.clock() - begun)
+
+    def _answer_begins(self, begun: Begun) -> None:
+        """The script takes on nothing but plain streams of events."""
+        assert self._record
+        self._record.late = begun.late
+        self._response_begins({":status": str(begun.status), "content-type": "text/event-stream"}, begun.node)
+        self._record.passes_in_envoy()
 
 
 class FastLane:
@@ -152,12 +171,14 @@ class FastLane:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.cluster = own_cluster(world.settings) or ""
-        if world.settings.envoy.lane == "fast" and not self.cluster:
-            world.warn_once(NO_CLUSTER.format(listen=world.settings.listen))
+        self.on = world.settings.envoy.lane == "fast"
+        self.expected = self.on and are_told_apart(world.settings.routers())
+        if self.on and not self.expected:
+            world.warn_once(NAMED)
         self._idle = world.settings.envoy.stream_idle_timeout + 60.0  # Envoy gives up sooner
         self._named: dict[str, FastExchange] = {}
         self._passing: dict[str, asyncio.TimerHandle] = {}
+        self._calls = 0
         self._working: set[asyncio.Task[None]] = set()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -165,27 +186,37 @@ class FastLane:
 
     @property
     def passing(self) -> int:
-        """Answers that pass now."""
-        return len(self._passing)
+        """Exchanges that are under way now, but for those whose answer comes by ext_proc."""
+        return len(self._passing) + self._calls
 
-    def exchange(self) -> Exchange:
-        """A new exchange of the role `gateway`."""
-        return FastExchange(self._world, self) if self.cluster else Exchange(self._world)
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """While a script waits to hear what becomes of a request."""
+        self._calls += 1
+        self._empty.clear()
+        try:
+            with self._world.metrics.live.track_inprogress():
+                yield
+        finally:
+            self._calls -= 1
+            self._look()
+
+    def _look(self) -> None:
+        if not self.passing:
+            self._empty.set()
+
+    def exchange(self) -> FastExchange:
+        """A new exchange, of which a script tells."""
+        return FastExchange(self._world, self)
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the services: the script's own call, and Envoy's access log."""
-        part = grpc.unary_unary_rpc_method_handler(self.part)  # bytes, both ways
+        """Register Envoy's access log."""
         logs = grpc.stream_unary_rpc_method_handler(
             self.logs,
             request_deserializer=StreamAccessLogsMessage.FromString,
             response_serializer=StreamAccessLogsResponse.SerializeToString,
         )
-        server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(names.FAST_SERVICE, {"Part": part}),
-                grpc.method_handlers_generic_handler(_LOGS, {"StreamAccessLogs": logs}),
-            )
-        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_LOGS, {"StreamAccessLogs": logs}),))
 
     def name(self, exchange: FastExchange) -> str:
         """A name for a turn, that nobody can guess."""
@@ -197,8 +228,17 @@ class FastLane:
         """A name is of no more use."""
         self._named.pop(name, None)
 
+    def join(self, name: str) -> FastExchange | None:
+        """The exchange of this name, whose answer comes by ext_proc; None if there is none that waits for one."""
+        if name not in self._passing:
+            return None
+        self._drop(name)
+        exchange = self._named[name]
+        exchange.joined()
+        return exchange
+
     def enter(self, name: str) -> None:
-        """An answer passes in the fast lane; said again with each part."""
+        """A request goes to its node, or a part of its answer has come."""
         self._expect(name, self._idle)
         self._empty.clear()
 
@@ -207,18 +247,22 @@ class FastLane:
         if name in self._passing:
             self._passing[name].cancel()
         else:
-            self._world.metrics.live.inc()  # its stream is over, the exchange is not
+            self._world.metrics.live.inc()  # its call is over, the exchange is not
         self._passing[name] = asyncio.get_running_loop().call_later(seconds, self.leave, name)
 
     def leave(self, name: str) -> None:
         """An exchange is over."""
+        if self._drop(name):
+            self._named[name].finish()
+
+    def _drop(self, name: str) -> bool:
+        """Expect nothing more of a turn; whether something was expected."""
         timer = self._passing.pop(name, None)
         if timer:
             timer.cancel()
             self._world.metrics.live.dec()
-            self._named[name].finish()
-        if not self._passing:
-            self._empty.set()
+        self._look()
+        return timer is not None
 
     async def drained(self, seconds: float) -> None:
         """Wait until no turn is left, for so long at most; then no more is heard of any."""
@@ -231,26 +275,22 @@ class FastLane:
         for name in list(self._passing):
             self.leave(name)
 
-    async def part(self, text: bytes, context: "grpc.aio.ServicerContext[bytes, bytes]") -> bytes:
-        """A part of an answer. Answered when what it leaves is stored: the client gets no more of it until then."""
-        told = {str(k): str(v) for k, v in context.invocation_metadata() or ()}
-        name = told.get(names.TURN_HEADER, "")
+    async def part(self, name: str, part: Part) -> bool:
+        """A part of an answer; done when what it leaves is stored: the client gets no more of it until then.
+
+        Returns:
+            Whether there is such a turn.
+        """
         exchange = self._named.get(name)
-        if exchange is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "kvreturn: there is no such turn")
-        if name in self._passing:
-            self.enter(name)
-        try:
-            part = Part.read(told.get(names.PART_HEADER, ""), text)
-        except ValueError:
-            self._world.warn_once(_OTHER_SCRIPT)
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"kvreturn: {_OTHER_SCRIPT}")
+        if exchange is None or name not in self._passing:
+            return False
+        self.enter(name)
         # The script may give up waiting, which cancels the call; what is begun is done all the same.
         work = asyncio.create_task(exchange.part(part))
         self._working.add(work)
         work.add_done_callback(self._working.discard)
         await asyncio.shield(work)
-        return b""
+        return True
 
     async def logs(
         self,

@@ -57,6 +57,11 @@ def is_form(headers: Mapping[str, str]) -> bool:
     return bool(_FORM.match(headers.get("content-type", "")))
 
 
+def is_read(headers: Mapping[str, str]) -> bool:
+    """Whether a request's body is looked at, if it has one."""
+    return turn_api(headers) is not None or is_json(headers) or is_form(headers)
+
+
 def refused(
     headers: Mapping[str, str], settings: Settings, error: Callable[[str, str, int], bytes], *, ours: bool
 ) -> Refuse | None:

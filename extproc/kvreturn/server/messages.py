@@ -26,6 +26,7 @@ from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 from kvreturn._proto.envoy.type.v3.http_status_pb2 import HttpStatus
 from kvreturn.core.address import RANK_HEADER, split_address, split_seat
+from kvreturn.core.ports import Refuse
 
 # Envoy advises at most 64 KiB a message; the rest is for the message around the bytes.
 CHUNK = 62_000
@@ -158,6 +159,12 @@ def immediate(status: int, body: bytes, details: str, headers: Mapping[str, str]
             details=f"kvreturn_{details}",
         )
     )
+
+
+def refused_by(refusal: Refuse) -> ProcessingResponse:
+    """The client gets a refusal."""
+    headers = {**refusal.headers, "content-type": refusal.content_type}
+    return immediate(refusal.status, refusal.body, refusal.why, headers)
 
 
 def with_metadata(answer: ProcessingResponse, values: Iterable[tuple[str, str]]) -> ProcessingResponse:

@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator
 import grpc
 
 from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest
+from kvreturn.core.api.base import error_body
+from kvreturn.core.ports import Refuse
 from kvreturn.envoy import names
 from kvreturn.server.exchange import Exchange
 from kvreturn.server.fast import FastLane
-from kvreturn.server.messages import Message
+from kvreturn.server.messages import Message, read_metadata, refused_by
 from kvreturn.server.roles import DecodeExchange, PrefillExchange
 from kvreturn.server.world import World
 
@@ -20,6 +22,12 @@ SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _ROOM = 1 << 20
 _LEGS: dict[str, type[Exchange]] = {names.PREFILL: PrefillExchange, names.DECODE: DecodeExchange}
 _ROLES = (names.GATEWAY, *_LEGS)
+_GONE = "kvreturn: the router that has this turn is gone, and nobody else can read the answer; send the request again"
+_UNKNOWN = Refuse(502, error_body(_GONE, "BadGateway", 502), why="unknown_turn")
+_NO_SCRIPT = (
+    "envoy.lane is `fast`, but Envoy has no scripts for it: requests and answers pass through ext_proc. Make Envoy's "
+    "bootstrap again with `kvreturn envoy-config` and start it with that, or set envoy.lane: portable"
+)
 
 
 def server_options(request_bytes: int) -> list[tuple[str, int]]:
@@ -60,43 +68,59 @@ class ExternalProcessor:
         task = asyncio.current_task()
         assert task
         self.running.add(task)
-        exchange = _LEGS[role](self._world) if role in _LEGS else self.fast.exchange()
+        exchange: Exchange | None = None
         try:
             with self._world.metrics.live.track_inprogress():
-                await self._serve(exchange, requests, context)
+                async for request in requests:
+                    if request.observability_mode:
+                        continue  # Envoy ignores answers then
+                    exchange = exchange or self._exchange(role, request)
+                    if exchange is None:
+                        await context.write(refused_by(_UNKNOWN))
+                        return
+                    await self._take(exchange, request, context)
+                    if exchange.over:
+                        return
         finally:
             # Envoy ends streams by cancelling them, also after a good end (envoy#22727): no error, just the end.
-            exchange.close()
+            if exchange:
+                exchange.close()
             self.running.discard(task)
 
-    async def _serve(
+    def _exchange(self, role: str, first: ProcessingRequest) -> Exchange | None:
+        """The exchange of a stream that begins so; None if there ought to be one, and is none any more."""
+        if role in _LEGS:
+            return _LEGS[role](self._world)
+        name = read_metadata(first, names.TURN_KEY)
+        if name and first.WhichOneof("request") == "response_headers":
+            return self.fast.join(name)
+        if self.fast.expected and first.WhichOneof("request") == "request_headers":
+            self._world.warn_once(_NO_SCRIPT)
+        return Exchange(self._world)
+
+    async def _take(
         self,
         exchange: Exchange,
-        requests: AsyncIterator[ProcessingRequest],
+        request: ProcessingRequest,
         context: "grpc.aio.ServicerContext[ProcessingRequest, Message]",
     ) -> None:
-        async for request in requests:
-            if request.observability_mode:
-                continue  # Envoy ignores answers then
-            begun = self._world.clock()
-            try:
-                answers = await exchange.handle(request)
-                exchange.took(self._world.clock() - begun)
-            except (Exception, asyncio.CancelledError):
-                # A cancellation that is not this stream's is an error too: let through, it would look like one, and
-                # Envoy would wait for ever (grpc#29248).
-                task = asyncio.current_task()
-                if task and task.cancelling():
-                    raise
-                log.exception("an exchange failed")
-                if exchange.answering:
-                    # Bytes of the answer have gone out: all that is left is to end it, which Envoy does.
-                    await context.abort(grpc.StatusCode.INTERNAL, "kvreturn: internal error")
-                answers = exchange.fail()
-            for answer in answers:
-                await context.write(answer)
-            if exchange.over:
-                return
+        begun = self._world.clock()
+        try:
+            answers = await exchange.handle(request)
+            exchange.took(self._world.clock() - begun)
+        except (Exception, asyncio.CancelledError):
+            # A cancellation that is not this stream's is an error too: let through, it would look like one, and
+            # Envoy would wait for ever (grpc#29248).
+            task = asyncio.current_task()
+            if task and task.cancelling():
+                raise
+            log.exception("an exchange failed")
+            if exchange.answering:
+                # Bytes of the answer have gone out: all that is left is to end it, which Envoy does.
+                await context.abort(grpc.StatusCode.INTERNAL, "kvreturn: internal error")
+            answers = exchange.fail()
+        for answer in answers:
+            await context.write(answer)
 
 
 def _serialise(message: Message) -> bytes:

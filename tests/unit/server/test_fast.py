@@ -5,13 +5,13 @@ from typing import Any, NoReturn
 
 import grpc
 import pytest
+from kvreturn.server.own_cluster import own_cluster
 
 from kvreturn._proto.envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from kvreturn.config import Settings
 from kvreturn.envoy import names
 from kvreturn.server import fast
 from kvreturn.server.fast import FastLane
-from kvreturn.server.own_cluster import own_cluster
 from kvreturn.server.part import Part
 from support.extproc import ALL_MODES, Envoy, Mode, Modes, Request, Response, body_message, headers_message
 from support.harness import DECODE, Harness, settings

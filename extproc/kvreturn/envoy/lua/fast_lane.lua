@@ -17,11 +17,13 @@
 -- From the event with the handle on, all is held back until the answer's end, so that hand_over.lua has nothing to hold
 -- but that end, and need not be woken for any other chunk. A node that ends a turn ends its answer in the same moment.
 --
--- The script takes an answer on if the router has named the turn, and if it is a stream of events that can be read.
--- Then it says so in the metadata, which the router gets with the response headers. All other answers (one JSON text,
--- refusals, compressed ones) go through the router as in the portable lane.
+-- The script takes an answer on if the router has said that it may, and if it is a stream of events that can be read.
+-- All other answers of turns (one JSON text, refusals, compressed ones) go through the router, by ext_proc. That filter
+-- is left out where this script says so, in a header that hand_over.lua removes: for what it has taken on, and for
+-- answers that are none of the router's business.
 
-local NAMESPACE, HOLD = "kvreturn", "kvreturn.hold"
+local HOLD = "kvreturn.hold"
+local PASSES, UPSTREAM = "x-kvreturn-passes", "x-kvreturn-upstream"
 local PART_BYTES, PART_SECONDS = 262144, 20 -- what is kept for the router at most, and for how long
 local MARKS = 16 -- pieces that are timed: the first token is in one of these
 local BACK_BYTES = 65536 -- what is held back of an answer that goes on and on behind the piece with its handle
@@ -29,9 +31,10 @@ local BACK_BYTES = 65536 -- what is held back of an answer that goes on and on b
 local Answer = {}
 Answer.__index = Answer
 
-local function new_answer(info)
+local function new_answer(info, status, node, now)
   return setmetatable({
     info = info,
+    begun = { status, now, node }, -- until the router has heard of it
     events = new_events(EVENT_BYTES),
     kept = new_kept(), -- the node's bytes that the router has not got
     since = os.time(),
@@ -56,6 +59,10 @@ end
 function Answer:hand(handle, last, hold)
   self.number = self.number + 1
   local now, about = handle:timestamp(), { self.number, last and 1 or 0 }
+  if self.begun then
+    about[3] = string.format("%d,%d,%s", self.begun[1], now - self.begun[2], self.begun[3])
+    self.begun = nil
+  end
   for _, mark in ipairs(self.marks) do
     about[#about + 1] = string.format("%d:%d", mark[1], now - mark[2])
   end
@@ -114,17 +121,45 @@ local function finish(answer, chunk)
   end
 end
 
+-- Other routers' headers are none of the client's business; its own id for the request is.
+local function restore(headers, info)
+  local foreign = {}
+  for name in pairs(headers) do
+    for _, prefix in ipairs(FOREIGN_PREFIXES) do
+      if FOREIGN[name] or sub(name, 1, #prefix) == prefix then
+        foreign[#foreign + 1] = name
+        break
+      end
+    end
+  end
+  for _, name in ipairs(foreign) do
+    headers:remove(name)
+  end
+  if info["request_id"] and headers:get("x-request-id") then
+    headers:replace("x-request-id", info["request_id"])
+  end
+end
+
 function envoy_on_response(handle)
   local metadata, headers = handle:streamInfo():dynamicMetadata(), handle:headers()
+  local node = headers:get(UPSTREAM) or ""
+  headers:remove(UPSTREAM)
   local info = metadata:get(NAMESPACE)
+  if not (info and info["turn"]) then
+    headers:replace(PASSES, "1")
+    return
+  end
   local kind, status = headers:get("content-type") or "", tonumber(headers:get(":status")) or 0
   local readable = string.find(string.lower(kind), "text/event-stream", 1, true) == 1
     and headers:get("transfer-encoding") and not headers:get("content-encoding") and not headers:get("trailer")
-  if not (info and info["turn"] and readable and status < 400) then
+  if not (info["lane"] and readable and status < 400) then
     return
   end
-  local answer, failed, ending = new_answer(info), nil, nil
-  metadata:set(NAMESPACE, "lane", info["turn"])
+  local answer, failed, ending = new_answer(info, status, node, handle:timestamp()), nil, nil
+  restore(headers, info)
+  headers:replace(PASSES, "1")
+  headers:remove("content-length") -- Envoy's Lua sets one with each chunk that it changes, for as long as they are here
+  metadata:set(NAMESPACE, "taken", "1")
   for chunk in handle:bodyChunks() do
     ending = chunk
     if not failed and chunk:length() > 0 then

@@ -6,7 +6,7 @@
 -- An answer that its node keeps has its first event held too. Envoy lets go of that with the next chunk.
 -- A router that is dead or slow costs no more than TIMEOUT; what passes is stripped already.
 
-local NAMESPACE, HOLD = "kvreturn", "kvreturn.hold"
+local HOLD = "kvreturn.hold"
 
 local function tell(handle, info, which)
   local metadata = handle:streamInfo():dynamicMetadata()
@@ -15,8 +15,8 @@ local function tell(handle, info, which)
   if about then
     metadata:set(HOLD, which, "") -- access logs may tell all metadata
     local answer = tell_part(handle, info, about, text, TIMEOUT, false)
-    -- Envoy's own answer to a gRPC call (no answer in time, or no connection) is 200 with this status, "unavailable".
-    if answer["grpc-status"] == "14" then -- now there is time, since nothing waits; the router takes each part once
+    -- Envoy's own answer (none of the router's in time, or no connection): the router takes each part once.
+    if not answer["x-kvreturn-reply"] then -- now there is time, since nothing waits
       tell_part(handle, info, about, text, NO_WAIT, true)
     end
   end
@@ -24,8 +24,11 @@ local function tell(handle, info, which)
 end
 
 function envoy_on_response(handle)
+  local headers = handle:headers()
+  headers:remove("x-kvreturn-passes")
+  headers:remove("x-kvreturn-upstream")
   local info = handle:streamInfo():dynamicMetadata():get(NAMESPACE)
-  if not (info and info["lane"]) then
+  if not (info and info["taken"]) then
     return
   end
   if info["early"] then

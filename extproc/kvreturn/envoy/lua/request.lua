@@ -1,0 +1,154 @@
+-- A request: the router hears of it, whole, in one call, and says in one answer what becomes of it.
+--
+-- `kvreturn envoy-config` writes ROUTERS, REQUEST_SECONDS and FOREIGN before this script. What the router is sent and
+-- what it says is described where it reads and writes it (kvreturn/server/called.py).
+--
+-- Envoy's contract, as of 1.40:
+--  * A script that fails is over, and the request goes on as it came: with what a client may have hidden in it. So all
+--    that may fail is called by `pcall`, and if it has failed, the client gets an error.
+--  * An answer of Envoy's own to a call (nobody listens, nobody answers) looks like any other: the router's have a
+--    header that says so.
+
+local REPLY, HEAD = "x-kvreturn-reply", "x-kvreturn-head"
+local UNTAKEN = { "no healthy upstream", "connection failure", "connection timeout", "overflow" } -- nobody has begun with it
+
+local last_router = 0
+
+local function untaken(text)
+  for _, words in ipairs(UNTAKEN) do
+    if find(text, words, 1, true) then
+      return true
+    end
+  end
+  return false
+end
+
+-- Which router has taken the request, and what it says; nil and Envoy's status if none has.
+local function ask(handle, head, kind, body)
+  local status
+  for _ = 1, #ROUTERS do
+    last_router = last_router % #ROUTERS + 1
+    local router = ROUTERS[last_router]
+    local about = { [":method"] = "POST", [":path"] = "/kvreturn/request", [":authority"] = "kvreturn" }
+    about[HEAD] = SCRIPTS .. " " .. kind .. " " .. handle:base64Escape(head)
+    local headers, text = handle:httpCall(CALLS .. router, about, body, REQUEST_SECONDS * 1000)
+    if headers[REPLY] then
+      return router, text
+    end
+    status = headers[":status"]
+    if not untaken(text or "") then
+      break
+    end
+  end
+  return nil, status
+end
+
+local function head_of(headers)
+  local lines = {}
+  for name, value in pairs(headers) do
+    lines[#lines + 1] = name .. ":" .. value .. "\n"
+  end
+  return table.concat(lines)
+end
+
+local function refuse(handle, status, openai, anthropic, text)
+  local path, body = handle:headers():get(":path") or "", nil
+  if sub(path, 1, 12) == "/v1/messages" then
+    body = string.format('{"type":"error","error":{"type":"%s","message":"%s"}}\n', anthropic, text)
+  else
+    body = string.format('{"error":{"message":"%s","type":"%s","param":null,"code":%s}}\n', text, openai, status)
+  end
+  handle:respond({ [":status"] = status, ["content-type"] = "application/json", ["retry-after"] = "1" }, body)
+end
+
+local function no_router(handle, status)
+  if status == "504" then
+    refuse(handle, "504", "GatewayTimeout", "timeout_error",
+      "kvreturn: the router did not answer in time; try again later")
+  else
+    refuse(handle, "500", "InternalServerError", "api_error",
+      "kvreturn: no router could take this request to its end; try again. If this goes on, no router is up: tell who "
+        .. "runs this service")
+  end
+end
+
+-- Names the node to Envoy as its own override, which asks whether that node is alive; as `override_host` does not.
+local function towards(handle, metadata, node)
+  if not pcall(handle.setUpstreamOverrideHost, handle, node, false) then
+    metadata:set(NAMESPACE, "decode_node", node)
+  end
+end
+
+-- Does as the router says.
+local function apply(handle, router, said, body)
+  local stop = find(said, "\n\n", 1, true)
+  local rest, headers, metadata = sub(said, stop + 2), handle:headers(), handle:streamInfo():dynamicMetadata()
+  local answer, made, at = nil, nil, 1
+  for word, value in string.gmatch(sub(said, 1, stop), "(%l+) ?([^\n]*)\n") do
+    local name, text = match(value, "^(:?[^:]*):(.*)$")
+    if word == "answer" then
+      answer = { [":status"] = value }
+    elseif word == "set" and answer then
+      answer[name] = text
+    elseif word == "set" then
+      headers:replace(name, text)
+    elseif word == "remove" then
+      headers:remove(value)
+    elseif word == "meta" and name == "decode_node" then
+      towards(handle, metadata, text)
+    elseif word == "meta" then
+      metadata:set(NAMESPACE, name, text)
+      if name == "turn" then
+        metadata:set(NAMESPACE, "router", router)
+      end
+    elseif word == "keep" then
+      local from, to = match(value, "^(%d+) (%d+)$")
+      made = made or {}
+      made[#made + 1] = sub(body, from + 1, to)
+    elseif word == "put" then
+      made = made or {}
+      made[#made + 1] = sub(rest, at, at + value - 1)
+      at = at + value
+    end
+  end
+  if made then
+    headers:remove("transfer-encoding") -- the new body's length is known, and Envoy writes it
+    handle:body():setBytes(table.concat(made))
+  end
+  if answer then
+    handle:respond(answer, rest)
+  end
+  handle:clearRouteCache()
+end
+
+local function bytes_of(handle)
+  local body = handle:body()
+  return body and body:getBytes(0, body:length())
+end
+
+local function request(handle)
+  local headers = handle:headers()
+  local head, kind = head_of(headers), string.lower(headers:get("content-type") or "")
+  local read = kind == "" or find(kind, "json", 1, true) or find(kind, "form", 1, true)
+  local body = read and bytes_of(handle)
+  local router, said = ask(handle, head, (body and "whole") or (read and "none") or "later", body or "")
+  if router and sub(said, 1, 5) == "send\n" then
+    body = bytes_of(handle)
+    router, said = ask(handle, head, body and "whole" or "none", body or "")
+  end
+  if not router then
+    no_router(handle, said)
+  end
+  apply(handle, router, said, body)
+end
+
+function envoy_on_request(handle)
+  if handle:streamInfo():routeName() == "plain" then
+    return -- nothing that a client could hide something in
+  end
+  local fine, problem = pcall(request, handle)
+  if not fine then
+    handle:logErr("kvreturn: the fast lane failed with a request: " .. tostring(problem))
+    refuse(handle, "500", "InternalServerError", "api_error", "kvreturn: internal error")
+  end
+end

@@ -1,0 +1,108 @@
+"""What the fast lane's scripts in Envoy call, over HTTP/1: their requests, and the parts of their answers."""
+
+import base64
+import logging
+
+from aiohttp import web
+
+from kvreturn.core.api.base import error_body
+from kvreturn.core.ports import Refuse
+from kvreturn.envoy import names
+from kvreturn.server.called import Go, Send, read_head, reply
+from kvreturn.server.fast import FastExchange, FastLane
+from kvreturn.server.intake import is_read
+from kvreturn.server.part import Part
+from kvreturn.server.world import World
+
+log = logging.getLogger("kvreturn")
+_SHUTDOWN = 0.1  # seconds; by then nothing is under way that is to end
+_ROOM = 64 << 10  # Envoy takes a little more than `limits.header_bytes`, and a header of ours has them all
+_OURS = {names.REPLY_HEADER: "1"}
+_OTHER_SCRIPT = (
+    "kvreturn: the fast lane's scripts in Envoy are of another version than the router: make the bootstrap again with "
+    "`kvreturn envoy-config`"
+)
+
+
+class Calls:
+    """Serves the scripts.
+
+    Args:
+        world: what all exchanges share.
+        fast: the turns.
+    """
+
+    def __init__(self, world: World, fast: FastLane) -> None:
+        self._world = world
+        self._fast = fast
+        self.serving = True
+        """Whether new turns are welcome, as Envoy's health check is told."""
+
+    def runner(self) -> web.AppRunner:
+        """All that is served, ready to listen."""
+        app = web.Application(client_max_size=0)  # the router's own limit has an answer of its own
+        app.router.add_post(names.REQUEST_PATH, self._request)
+        app.router.add_post(names.PART_PATH, self._part)
+        app.router.add_get(names.HEALTH_PATH, self._health)
+        # A client that leaves ends its call, and with it the prefill leg.
+        room = 2 * self._world.settings.limits.header_bytes + _ROOM
+        return web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=_SHUTDOWN,
+            max_line_size=room,
+            max_field_size=room,
+        )
+
+    async def _health(self, request: web.Request) -> web.Response:
+        del request
+        return web.Response(status=200 if self.serving else 503)
+
+    async def _request(self, request: web.Request) -> web.StreamResponse:
+        """A client's request: its headers, and behind them its body."""
+        body = await request.read()
+        try:
+            version, kind, head = request.headers.get(names.HEAD_HEADER, "").split(" ")
+            headers = read_head(base64.b64decode(head))
+        except ValueError:
+            version, kind, headers = "", "", {}
+        if version != names.SCRIPTS:
+            log.error(_OTHER_SCRIPT)
+            other = Refuse(500, error_body(_OTHER_SCRIPT, "InternalServerError", 500), why="setup")
+            return web.Response(body=reply(other, b""), headers=_OURS)
+        if kind == "later" and is_read(headers):
+            return web.Response(body=reply(Send(), b""), headers=_OURS)
+        return await self._answered(request, headers, body if kind == "whole" else None)
+
+    async def _answered(self, request: web.Request, headers: dict[str, str], body: bytes | None) -> web.StreamResponse:
+        exchange = self._fast.exchange()
+        try:
+            with self._fast.call():
+                told = await self._told(exchange, headers, body)
+                response = web.Response(body=reply(told, body or b""), headers=_OURS)
+                await response.prepare(request)
+                await response.write_eof()
+        except BaseException:
+            exchange.finish()  # the client has left: nobody will tell of its answer
+            raise
+        exchange.close()
+        return response
+
+    async def _told(self, exchange: FastExchange, headers: dict[str, str], body: bytes | None) -> Go | Refuse:
+        try:
+            return await exchange.request(headers, body)
+        except Exception:
+            log.exception("an exchange failed")
+            return exchange.failed()
+
+    async def _part(self, request: web.Request) -> web.Response:
+        """A part of an answer."""
+        told = request.headers
+        try:
+            part = Part.read(told.get(names.PART_HEADER, ""), await request.read())
+        except ValueError:
+            self._world.warn_once(_OTHER_SCRIPT)
+            return web.Response(status=400, headers=_OURS)
+        known = await self._fast.part(told.get(names.TURN_HEADER, ""), part)
+        return web.Response(status=200 if known else 404, headers=_OURS)
