@@ -7,6 +7,7 @@ from importlib.resources import files
 
 from kvreturn.config import Settings
 from kvreturn.core.address import split_address
+from kvreturn.core.api import APIS
 from kvreturn.core.scrub import ROUTING_HEADERS, ROUTING_PREFIXES
 from kvreturn.envoy import filters, names
 from kvreturn.envoy.clusters import plain_cluster, router_cluster
@@ -50,6 +51,7 @@ def pass_script(settings: Settings) -> str:
         "REQUEST_SECONDS": message_timeout(settings),
         "SCRIPTS": names.SCRIPTS,
         "ROUTERS": [as_envoy_knows(listen) for listen in settings.routers()],
+        "TURNS": {api.path: True for api in APIS},
         "FOREIGN": dict.fromkeys(sorted(ROUTING_HEADERS), True),
         "FOREIGN_PREFIXES": list(ROUTING_PREFIXES),
     }

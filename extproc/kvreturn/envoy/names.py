@@ -45,7 +45,7 @@ HEALTH_PATH = "/kvreturn/health"
 
 HEAD_HEADER = "x-kvreturn-head"
 """Header of a call: `VERSION KIND HEADERS`; whether the request's body is that of the call (`whole`), there is none
-(`none`), or it comes only if the router wants it (`later`); and the request's headers, in base64."""
+(`none`), or none that the router looks at (`left`); and the request's headers, in base64."""
 
 REPLY_HEADER = "x-kvreturn-reply"
 """Header of all that the router answers to a call: what lacks it is Envoy's own."""

@@ -31,11 +31,6 @@ class Go:
     body: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """The script must send the body too, which it took for none of our business."""
-
-
 class CalledSide(RequestSide):
     """The request direction where a script calls: the body came whole, and all goes back in one answer.
 
@@ -78,7 +73,7 @@ def read_head(head: bytes) -> dict[str, str]:
     return out
 
 
-def reply(told: Go | Refuse | Send, body: bytes) -> bytes:
+def reply(told: Go | Refuse, body: bytes) -> bytes:
     """What the script is told.
 
     Args:
@@ -86,12 +81,10 @@ def reply(told: Go | Refuse | Send, body: bytes) -> bytes:
         body: the client's.
 
     Returns:
-        Lines, an empty one, and bytes. The first line is `go`, `send`, or `answer STATUS`. Those after it are
+        Lines, an empty one, and bytes. The first line is `go` or `answer STATUS`. Those after it are
         `set NAME:VALUE` and `remove NAME` for headers, `meta KEY:VALUE`, and what makes the new body, in order:
         `keep FROM TO` for bytes of the old one, counted from 0, and `put SIZE` for so many of those behind the lines.
     """
-    if isinstance(told, Send):
-        return b"send\n\n"
     if isinstance(told, Refuse):
         headers = Headers(set={**told.headers, "content-type": told.content_type})
         return _lines([f"answer {told.status}", *_changes(headers)]) + told.body

@@ -8,7 +8,7 @@ from aiohttp import web
 from kvreturn.core.api.base import error_body
 from kvreturn.core.ports import Refuse
 from kvreturn.envoy import names
-from kvreturn.server.called import Go, Send, read_head, reply
+from kvreturn.server.called import Go, read_head, reply
 from kvreturn.server.fast import FastExchange, FastLane
 from kvreturn.server.intake import is_read
 from kvreturn.server.part import Part
@@ -67,12 +67,10 @@ class Calls:
             headers = read_head(base64.b64decode(head))
         except ValueError:
             version, kind, headers = "", "", {}
-        if version != names.SCRIPTS:
+        if version != names.SCRIPTS or (kind == "left" and is_read(headers)):
             log.error(_OTHER_SCRIPT)
             other = Refuse(500, error_body(_OTHER_SCRIPT, "InternalServerError", 500), why="setup")
             return web.Response(body=reply(other, b""), headers=_OURS)
-        if kind == "later" and is_read(headers):
-            return web.Response(body=reply(Send(), b""), headers=_OURS)
         return await self._answered(request, headers, body if kind == "whole" else None)
 
     async def _answered(self, request: web.Request, headers: dict[str, str], body: bytes | None) -> web.StreamResponse:

@@ -1,6 +1,6 @@
 -- A request: the router hears of it, whole, in one call, and says in one answer what becomes of it.
 --
--- `kvreturn envoy-config` writes ROUTERS, REQUEST_SECONDS and FOREIGN before this script. What the router is sent and
+-- `kvreturn envoy-config` writes ROUTERS, REQUEST_SECONDS and TURNS before this script. What the router is sent and
 -- what it says is described where it reads and writes it (kvreturn/server/called.py).
 --
 -- Envoy's contract, as of 1.40:
@@ -121,25 +121,32 @@ local function apply(handle, router, said, body)
   handle:clearRouteCache()
 end
 
-local function bytes_of(handle)
-  local body = handle:body()
-  return body and body:getBytes(0, body:length())
+-- Whether the router looks at the body: of turns, of JSON, of forms. Once Envoy has begun to pass it on there is no way
+-- back, so the router cannot be asked.
+local function is_read(headers)
+  local kind = string.lower(headers:get("content-type") or "")
+  if kind == "" or find(kind, "json", 1, true) or find(kind, "form", 1, true) then
+    return true
+  end
+  local path = gsub(match(headers:get(":path") or "", "^[^?]*"), "%%(%x%x)", function(hex)
+    return string.char(tonumber(hex, 16))
+  end)
+  return TURNS[path]
 end
 
 local function request(handle)
   local headers = handle:headers()
-  local head, kind = head_of(headers), string.lower(headers:get("content-type") or "")
-  local read = kind == "" or find(kind, "json", 1, true) or find(kind, "form", 1, true)
-  local body = read and bytes_of(handle)
-  local router, said = ask(handle, head, (body and "whole") or (read and "none") or "later", body or "")
-  if router and sub(said, 1, 5) == "send\n" then
-    body = bytes_of(handle)
-    router, said = ask(handle, head, body and "whole" or "none", body or "")
+  local head, kind, bytes = head_of(headers), "left", nil
+  if is_read(headers) then
+    local body = handle:body()
+    kind, bytes = body and "whole" or "none", body and body:getBytes(0, body:length())
   end
-  if not router then
+  local router, said = ask(handle, head, kind, bytes or "")
+  if router then
+    apply(handle, router, said, bytes)
+  else
     no_router(handle, said)
   end
-  apply(handle, router, said, body)
 end
 
 function envoy_on_request(handle)
