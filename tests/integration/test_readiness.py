@@ -12,7 +12,8 @@ from support.gateway import Front, product
 def _soon(bootstrap: Json) -> None:
     """Envoy looks at nodes more often, so that the test takes less time."""
     for cluster in bootstrap["static_resources"]["clusters"]:
-        cluster["health_checks"][0] |= {"interval": "0.1s", "no_traffic_interval": "0.1s"}
+        for check in cluster.get("health_checks", ()):
+            check |= {"interval": "0.1s", "no_traffic_interval": "0.1s"}
 
 
 async def _ready(there: Front) -> int:

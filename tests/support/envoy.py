@@ -246,7 +246,8 @@ async def gateway(
     """
     listens = {name: unused_address() for name in ("listen", "prefill_listen", "admin")}
     pools = {"decode": decode, "prefill": prefill or decode}
-    settings = Settings.model_validate({"listen": router, "admin": None, "pools": pools, "envoy": {**listens, **envoy}})
+    ours = {"lane": "portable", **listens, **envoy}  # what is here in a router's place speaks ext_proc only
+    settings = Settings.model_validate({"listen": router, "admin": None, "pools": pools, "envoy": ours})
     bootstrap = to_dict(build(settings))
     change(bootstrap)
     log: list[str] = []
@@ -269,7 +270,8 @@ def client_ext_proc(bootstrap: Json) -> Json:
     """The ext_proc filter's configuration there."""
     filters = client_manager(bootstrap)["http_filters"]
     config: Json = next(f["typed_config"] for f in filters if f["name"] == EXT_PROC_FILTER)
-    return config
+    inner: Json = config.get("extension_config", {}).get("typed_config", config)  # the fast lane's is in a matcher
+    return inner
 
 
 async def raw(address: str, request: str) -> tuple[int, str]:

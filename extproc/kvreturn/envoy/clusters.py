@@ -229,19 +229,24 @@ def _address(address: str) -> core_pb.Address:
 
 
 def _named_node_else_least_request(metadata_key: str) -> cluster_pb.LoadBalancingPolicy:
-    source = override_host_pb.OverrideHostOverrideHostSource(
-        metadata=metadata_pb.MetadataKey(
-            key=names.METADATA_NAMESPACE, path=[metadata_pb.MetadataKeyPathSegment(key=metadata_key)]
-        )
-    )
-    return _else(_policy("envoy.load_balancing_policies.least_request", least_request_pb.LeastRequest()), source)
+    source = override_host_pb.OverrideHostOverrideHostSource(metadata=_key(metadata_key))
+    least_request = _policy("envoy.load_balancing_policies.least_request", least_request_pb.LeastRequest())
+    return _else(least_request, source, _key(names.UPSTREAM_KEY))
+
+
+def _key(name: str) -> metadata_pb.MetadataKey:
+    return metadata_pb.MetadataKey(key=names.METADATA_NAMESPACE, path=[metadata_pb.MetadataKeyPathSegment(key=name)])
 
 
 def _else(
-    otherwise: cluster_pb.LoadBalancingPolicy, source: override_host_pb.OverrideHostOverrideHostSource
+    otherwise: cluster_pb.LoadBalancingPolicy,
+    source: override_host_pb.OverrideHostOverrideHostSource,
+    selected: metadata_pb.MetadataKey | None = None,
 ) -> cluster_pb.LoadBalancingPolicy:
-    """Whom the source names, if it does."""
-    named = override_host_pb.OverrideHost(override_host_sources=[source], fallback_policy=otherwise)
+    """Whom the source names, if it does. Who it was in the end is told in the metadata."""
+    named = override_host_pb.OverrideHost(
+        override_host_sources=[source], fallback_policy=otherwise, selected_host_key=selected
+    )
     return _policy("envoy.load_balancing_policies.override_host", named)
 
 

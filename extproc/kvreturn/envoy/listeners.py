@@ -41,7 +41,6 @@ def client_listener(settings: Settings) -> listener_pb.Listener:
         passing, holding = filters.lua(lanes.pass_script(settings)), filters.lua(lanes.hold_script(settings))
         hcm.http_filters = [holding, lanes.answers_only(settings), passing, filters.router()]
         hcm.access_log += lanes.ends(settings)
-        host.response_headers_to_add = [_upstream()]
         for route in host.routes:
             route.typed_per_filter_config.clear()
     hcm.http_filters.insert(0, filters.readiness())
@@ -101,7 +100,11 @@ def prefill_listener(settings: Settings) -> listener_pb.Listener:
         match=route_pb.RouteMatch(prefix="/"),
         route=route_pb.RouteAction(cluster=names.PREFILL_CLUSTER, timeout=timedelta(seconds=timeout)),
     )
-    host = route_pb.VirtualHost(name="prefill", domains=["*"], routes=[route], response_headers_to_add=[_upstream()])
+    upstream = core_pb.HeaderValueOption(
+        header=core_pb.HeaderValue(key=names.UPSTREAM_HEADER, value="%UPSTREAM_REMOTE_ADDRESS%"),
+        append_action=core_pb.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
+    )
+    host = route_pb.VirtualHost(name="prefill", domains=["*"], routes=[route], response_headers_to_add=[upstream])
     hcm = hcm_pb.HttpConnectionManager(
         stat_prefix="prefill",
         route_config=route_pb.RouteConfiguration(name="prefill", virtual_hosts=[host]),
@@ -118,14 +121,6 @@ def prefill_listener(settings: Settings) -> listener_pb.Listener:
     listener = _listener("prefill", settings.envoy.prefill_listen, hcm, core_pb.TrafficDirection.OUTBOUND)
     listener.ignore_global_conn_limit = True  # that limit is for clients
     return listener
-
-
-def _upstream() -> core_pb.HeaderValueOption:
-    """Tells by a header which node answered."""
-    return core_pb.HeaderValueOption(
-        header=core_pb.HeaderValue(key=names.UPSTREAM_HEADER, value="%UPSTREAM_REMOTE_ADDRESS%"),
-        append_action=core_pb.HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
-    )
 
 
 def body_limit(settings: Settings) -> int:

@@ -32,6 +32,9 @@ LANE_KEY = "lane"
 EARLY_KEY = "early"
 """Key in the namespace that is there if the router must know an answer's first event before the client does."""
 
+UPSTREAM_KEY = "upstream"
+"""Key in the namespace under which Envoy tells which decode node it has chosen, where that was not the named one."""
+
 REQUEST_ID_KEY = "request_id"
 """Key in the namespace for the client's own id of its request."""
 
@@ -61,7 +64,7 @@ TO_HEADER = "x-kvreturn-to"
 """gRPC metadata by which Envoy sends an answer to the router that has its turn."""
 
 UPSTREAM_HEADER = "x-kvreturn-upstream"
-"""Response header by which Envoy tells the router, or a script, the `ip:port` of the node that answered."""
+"""Response header by which the prefill listener tells the router the `ip:port` of the node that answered."""
 
 HEADER_PREFIX = "x-kvreturn-"
 """Prefix of our own headers; no client may send one."""

@@ -154,6 +154,11 @@ class FastExchange(Exchange):
             self._response.capture.collect()  # nothing more comes for a while: no bytes are kept for that long
         self.took(self._world.clock() - begun)
 
+    def ended(self, status: int) -> None:
+        """Envoy is through with it, and has answered the client with this status, 0 if with none."""
+        if status and self._response is None:
+            self._answer_begins(Begun(status, 0.0, None))
+
     def _answer_begins(self, begun: Begun) -> None:
         """The script takes on nothing but plain streams of events."""
         assert self._record
@@ -255,6 +260,12 @@ class FastLane:
         if self._drop(name):
             self._named[name].finish()
 
+    def _over(self, name: str, status: int) -> None:
+        """Envoy is through with an exchange."""
+        if name in self._passing:
+            self._named[name].ended(status)
+            self.leave(name)
+
     def _drop(self, name: str) -> bool:
         """Expect nothing more of a turn; whether something was expected."""
         timer = self._passing.pop(name, None)
@@ -324,4 +335,5 @@ class FastLane:
                 # The answer's headers may be on their way yet, and parts; after a good end, the last one is.
                 if name in self._named:
                     broken = entry.common_properties.response_flags
-                    loop.call_later(_BEHIND if broken else 2 * _OVERTAKEN, self.leave, name)
+                    status = entry.response.response_code.value
+                    loop.call_later(_BEHIND if broken else 2 * _OVERTAKEN, self._over, name, status)

@@ -23,7 +23,7 @@
 -- answers that are none of the router's business.
 
 local HOLD = "kvreturn.hold"
-local PASSES, UPSTREAM = "x-kvreturn-passes", "x-kvreturn-upstream"
+local PASSES = "x-kvreturn-passes"
 local PART_BYTES, PART_SECONDS = 262144, 20 -- what is kept for the router at most, and for how long
 local MARKS = 16 -- pieces that are timed: the first token is in one of these
 local BACK_BYTES = 65536 -- what is held back of an answer that goes on and on behind the piece with its handle
@@ -31,10 +31,10 @@ local BACK_BYTES = 65536 -- what is held back of an answer that goes on and on b
 local Answer = {}
 Answer.__index = Answer
 
-local function new_answer(info, status, node, now)
+local function new_answer(info, status, now)
   return setmetatable({
     info = info,
-    begun = { status, now, node }, -- until the router has heard of it
+    begun = { status, now, info["upstream"] or "" }, -- until the router has heard of it
     events = new_events(EVENT_BYTES),
     kept = new_kept(), -- the node's bytes that the router has not got
     since = os.time(),
@@ -142,8 +142,6 @@ end
 
 function envoy_on_response(handle)
   local metadata, headers = handle:streamInfo():dynamicMetadata(), handle:headers()
-  local node = headers:get(UPSTREAM) or ""
-  headers:remove(UPSTREAM)
   local info = metadata:get(NAMESPACE)
   if not (info and info["turn"]) then
     headers:replace(PASSES, "1")
@@ -155,7 +153,7 @@ function envoy_on_response(handle)
   if not (info["lane"] and readable and status < 400) then
     return
   end
-  local answer, failed, ending = new_answer(info, status, node, handle:timestamp()), nil, nil
+  local answer, failed, ending = new_answer(info, status, handle:timestamp()), nil, nil
   restore(headers, info)
   headers:replace(PASSES, "1")
   headers:remove("content-length") -- Envoy's Lua sets one with each chunk that it changes, for as long as they are here

@@ -24,9 +24,7 @@ local function tell(handle, info, which)
 end
 
 function envoy_on_response(handle)
-  local headers = handle:headers()
-  headers:remove("x-kvreturn-passes")
-  headers:remove("x-kvreturn-upstream")
+  handle:headers():remove("x-kvreturn-passes")
   local info = handle:streamInfo():dynamicMetadata():get(NAMESPACE)
   if not (info and info["taken"]) then
     return
