@@ -23,17 +23,20 @@ _sym_db = _symbol_database.Default()
 
 
 from kvreturn._proto.envoy.config.core.v3 import base_pb2 as envoy_dot_config_dot_core_dot_v3_dot_base__pb2
+from google.protobuf import wrappers_pb2 as google_dot_protobuf_dot_wrappers__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'envoy/data/accesslog/v3/accesslog.proto\x12\x17\x65nvoy.data.accesslog.v3\x1a\x1f\x65nvoy/config/core/v3/base.proto\"Y\n\x12HTTPAccessLogEntry\x12\x43\n\x11\x63ommon_properties\x18\x01 \x01(\x0b\x32(.envoy.data.accesslog.v3.AccessLogCommon\"[\n\x0f\x41\x63\x63\x65ssLogCommon\x12\x16\n\x0eresponse_flags\x18\x10 \x01(\x0c\x12\x30\n\x08metadata\x18\x11 \x01(\x0b\x32\x1e.envoy.config.core.v3.Metadatab\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'envoy/data/accesslog/v3/accesslog.proto\x12\x17\x65nvoy.data.accesslog.v3\x1a\x1f\x65nvoy/config/core/v3/base.proto\x1a\x1egoogle/protobuf/wrappers.proto\"\x9c\x01\n\x12HTTPAccessLogEntry\x12\x43\n\x11\x63ommon_properties\x18\x01 \x01(\x0b\x32(.envoy.data.accesslog.v3.AccessLogCommon\x12\x41\n\x08response\x18\x04 \x01(\x0b\x32/.envoy.data.accesslog.v3.HTTPResponseProperties\"M\n\x16HTTPResponseProperties\x12\x33\n\rresponse_code\x18\x01 \x01(\x0b\x32\x1c.google.protobuf.UInt32Value\"[\n\x0f\x41\x63\x63\x65ssLogCommon\x12\x16\n\x0eresponse_flags\x18\x10 \x01(\x0c\x12\x30\n\x08metadata\x18\x11 \x01(\x0b\x32\x1e.envoy.config.core.v3.Metadatab\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'envoy.data.accesslog.v3.accesslog_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HTTPACCESSLOGENTRY']._serialized_start=101
-  _globals['_HTTPACCESSLOGENTRY']._serialized_end=190
-  _globals['_ACCESSLOGCOMMON']._serialized_start=192
-  _globals['_ACCESSLOGCOMMON']._serialized_end=283
+  _globals['_HTTPACCESSLOGENTRY']._serialized_start=134
+  _globals['_HTTPACCESSLOGENTRY']._serialized_end=290
+  _globals['_HTTPRESPONSEPROPERTIES']._serialized_start=292
+  _globals['_HTTPRESPONSEPROPERTIES']._serialized_end=369
+  _globals['_ACCESSLOGCOMMON']._serialized_start=371
+  _globals['_ACCESSLOGCOMMON']._serialized_end=462
 # @@protoc_insertion_point(module_scope)
