@@ -61,7 +61,7 @@ def _another_node(bootstrap: Json) -> None:
 
 def _no_filter(bootstrap: Json) -> None:
     manager = client_manager(bootstrap)
-    manager["http_filters"] = [f for f in manager["http_filters"] if "ext_proc" not in f["name"]]
+    manager["http_filters"] = [f for f in manager["http_filters"] if not re.search("ext_proc|lua", f["name"])]
     for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
         route.pop("typed_per_filter_config", None)
 

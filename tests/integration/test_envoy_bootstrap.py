@@ -33,11 +33,7 @@ PATHS = {
     "/v1/%2563hat/completions": "/v1/%2563hat/completions",
     "/v1/completions%3Fx": "/v1/completions%3Fx",
 }
-_MODES = [
-    ("fast", "BUFFERED", "STREAMED"),
-    ("portable", "BUFFERED", "STREAMED"),
-    ("portable", "FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED"),
-]
+_MODES = [("BUFFERED", "STREAMED"), ("FULL_DUPLEX_STREAMED", "FULL_DUPLEX_STREAMED")]
 
 
 @pytest.fixture
@@ -229,14 +225,14 @@ class TestRouterFailures:
 
 
 class TestBodies:
-    @pytest.mark.parametrize(("lane", "request_mode", "response_mode"), _MODES)
+    @pytest.mark.parametrize(("request_mode", "response_mode"), _MODES)
     async def test_of_4_mb_pass_and_may_grow_24(
-        self, lane: str, request_mode: str, response_mode: str, router: Router, nodes: tuple[Node, Node]
+        self, request_mode: str, response_mode: str, router: Router, nodes: tuple[Node, Node]
     ) -> None:
         body = bytes(range(256)) * 16_384
         router.rewrite = lambda sent: sent + b"more" * 1000
         modes: dict[str, Any] = {"request_body_mode": request_mode, "response_body_mode": response_mode}
-        async with gateway(router.listen, [nodes[0].address], lane=lane, **modes) as envoy:
+        async with gateway(router.listen, [nodes[0].address], **modes) as envoy:
             assert await envoy.ask(body) == (200, "first")
         request, arrived = nodes[0].requests[0]
         assert hashlib.sha256(arrived).digest() == hashlib.sha256(body + b"more" * 1000).digest()

@@ -14,7 +14,7 @@ from kvreturn.envoy.bootstrap import build, to_dict
 from kvreturn.envoy.lint import lint
 from kvreturn.envoy.names import EXT_PROC_FILTER, ROUTER_CLUSTER
 from support import cuts
-from support.envoy import Json, Router, client_manager
+from support.envoy import Json, Router, client_ext_proc, client_manager
 from support.gateway import CHAT, SHIPPED, configuration, scripted
 from support.nodes import Seen, chat, decode_body, decode_events, handle, replies, sent_params, streams
 
@@ -76,7 +76,7 @@ def second_ext_proc(address: str, **mode: str) -> Any:  # noqa: ANN401 - as `fro
         }
         resources["clusters"].append(cluster)
         config = {
-            "@type": chain[behind_ours(bootstrap) - 1]["typed_config"]["@type"],
+            "@type": client_ext_proc(bootstrap)["@type"],
             "grpc_service": {"envoy_grpc": {"cluster_name": "other"}},
             "processing_mode": mode,
             "message_timeout": "10s",  # the default is too little for a busy machine

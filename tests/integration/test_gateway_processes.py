@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import yaml
 from aiohttp import web
 
 from kvreturn.envoy.process import Child
-from support.envoy import Json, client_ext_proc
+from support.envoy import Json, client_ext_proc, scripts
 from support.gateway import BODY_MODES, CHAT, FAST, Answer, configuration, what_comes
 from support.nodes import COLD, FakePrefill, Seen, carried_handle, chat, handle, sent_params
 from support.processes import EVENTS, FIRST, NEXT, SSE, Paused, apart, once_up
@@ -74,6 +75,10 @@ async def test_016_a_stuck_router_is_a_504_and_a_dead_one_a_500(shipped: str, tm
 
     def impatient(bootstrap: Json) -> None:
         client_ext_proc(bootstrap)["message_timeout"] = "0.3s"
+        for script in scripts(bootstrap):
+            script["inline_string"] = re.sub(
+                "REQUEST_SECONDS = [0-9]+", "REQUEST_SECONDS = 0.3", script["inline_string"]
+            )
 
     held = Paused(0)
     held.go_on.set()

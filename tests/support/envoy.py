@@ -274,6 +274,12 @@ def client_ext_proc(bootstrap: Json) -> Json:
     return inner
 
 
+def scripts(bootstrap: Json) -> list[Json]:
+    """The sources of the client listener's scripts."""
+    configs = [f["typed_config"] for f in client_manager(bootstrap)["http_filters"]]
+    return [config["default_source_code"] for config in configs if "default_source_code" in config]
+
+
 async def raw(address: str, request: str) -> tuple[int, str]:
     """Send a request byte for byte; status and text of the answer."""
     host, port = address.split(":")

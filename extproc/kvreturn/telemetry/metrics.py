@@ -130,7 +130,7 @@ class Metrics(Instruments):
         self.fallbacks = self.counter("prefill.fallbacks", "Turns that D did alone.", unit="{turn}")
         self.stranded = self.counter(
             "prefill.blocks_stranded",
-            "Clients that left between P's answer and D's request: P waits for its lease.",
+            "Turns that ended between P's answer and D's, as far as anybody can tell: P waits for its lease.",
             unit="{turn}",
         )
 
