@@ -20,23 +20,22 @@ sys.path[:0] = [str(_ROOT / "extproc")]
 
 from kvreturn.cli.main import main as kvreturn
 from kvreturn.core.turn import Turn
-from kvreturn.server import service
+from kvreturn.server import calls
+from kvreturn.server.calls import Calls
 from kvreturn.server.exchange import Exchange
-from kvreturn.server.request import RequestSide
 from kvreturn.server.world import World
 from kvreturn.upstream.client import PrefillClient
 from kvreturn.upstream.pool import Pool
 
 STEPS: list[tuple[Any, str, str]] = [
-    (Exchange, "_request_headers", "headers"),
-    (Exchange, "_request_body", "in all"),
+    (Calls, "_request", "call"),
+    (Calls, "_told", "in all"),
     (Turn, "_read", "read"),
     (World, "take", "take"),
     (Pool, "choose", "choose"),
     (PrefillClient, "_post", "P leg"),
     (Turn, "_forward", "rewrite"),
-    (RequestSide, "forward", "answer"),
-    (service, "_serialise", "serialise"),
+    (calls, "reply", "answer"),
 ]
 
 

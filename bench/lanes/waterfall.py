@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from kvreturn.envoy.process import Sink
-from lanes.candidates import PORTABLE, Candidate, router_settings, start_lane
+from lanes.candidates import FAST, Candidate, router_settings, start_lane
 from lanes.ground import ground
 from lanes.plan import BODIES
 from lanes.tools import Load, run_client
 
 _STEPS = Path(__file__).resolve().parent / "steps.py"
-_ORDER = ("headers", "body", "read, fingerprint", "take", "choose", "P leg", "rewrite", "answer")
+_ORDER = ("body", "read, fingerprint", "take", "choose", "P leg", "rewrite", "answer")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Bar:
 
     Attributes:
         step: its name.
-        begin: since the router had the request's headers.
+        begin: since the router had the headers of Envoy's call.
         length: of it.
     """
 
@@ -39,7 +39,7 @@ class Waterfall:
     Attributes:
         body: bytes.
         bars: of the router.
-        router: from the headers to the end of the last bar.
+        router: from then to the end of the last bar.
         ttft: that the client saw with this router.
         floor: that it saw with the plain Envoy.
     """
@@ -52,7 +52,7 @@ class Waterfall:
 
     def numbers(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self) | {"envoy_and_grpc": self.ttft - self.floor - self.router}
+        return asdict(self) | {"envoy_and_calls": self.ttft - self.floor - self.router}
 
 
 async def waterfalls(
@@ -74,7 +74,7 @@ async def waterfalls(
     found = []
     async with ground(concurrency, sink) as on:
         out = on.folder / "steps.jsonl"
-        port, _ = await start_lane(on, router_settings(*nodes, PORTABLE), [sys.executable, str(_STEPS), str(out)])
+        port, _ = await start_lane(on, router_settings(*nodes, FAST), [sys.executable, str(_STEPS), str(out)])
         for size in BODIES:
             load = Load(1, 0, requests=requests, body=size)
             await run_client(port, load, [])  # the first ones open connections
@@ -90,16 +90,14 @@ def _waterfall(size: int, exchanges: list[list[tuple[str, float, float]]], ttft:
     begins: dict[str, list[float]] = {step: [] for step in _ORDER}
     lengths: dict[str, list[float]] = {step: [] for step in _ORDER}
     for noted in exchanges:
-        starts = [begin for step, begin, _ in noted if step == "headers"]
+        starts = [begin for step, begin, _ in noted if step == "in all"]
         if not starts:
             continue  # no turn
-        # The first of several; what is before the headers is the end of the turn before.
+        # The first of several; what is before them is the end of the turn before.
         steps = {step: (begin, end) for step, begin, end in reversed(noted) if begin >= starts[0]}
-        start, opened = steps["headers"]
-        whole = steps["in all"][0]
-        steps["body"], steps["read, fingerprint"] = (opened, whole), (whole, steps["read"][1])
-        answered = steps["answer"][0]
-        steps["answer"] = (answered, min(end for step, begin, end in noted if step == "serialise" and begin > answered))
+        whole = starts[0]
+        start = max((begin for step, begin, _ in noted if step == "call" and begin < whole), default=whole)
+        steps["body"], steps["read, fingerprint"] = (start, whole), (whole, steps["read"][1])
         for step in _ORDER:
             if step in steps:
                 begins[step].append(1e3 * (steps[step][0] - start))
