@@ -14,7 +14,7 @@ from kvreturn.settings.returns import Returns
 from kvreturn.settings.store import Store
 from kvreturn.settings.types import Address, Count, Listen, Positive, Proof, Return, Section
 
-_CALLS = -100  # from `listen` to `calls`, in ports
+_CALLS = -1000  # from `listen` to `calls`, in ports
 SECRET_ENV = "KVRETURN_SECRET"  # noqa: S105 - the name of a variable, not a secret
 
 
@@ -38,7 +38,7 @@ class Settings(Section):
     calls: Listen | None = Field(
         None,
         description="Where Envoy's scripts reach the router in the fast lane, over HTTP (docs/lanes.md): a port or a "
-        "path of its own. Unset: 100 ports below `listen`, or `PATH.calls`. Routers of `envoy.routers` have theirs as "
+        "path of its own. Unset: 1000 ports below `listen`, or `PATH.calls`. Routers of `envoy.routers` have theirs as "
         "far from their `listen`.",
     )
     admin: Address | None = Field(

@@ -41,7 +41,7 @@ def unused_address() -> str:
     for port in _PORTS:
         with socket.socket() as s, socket.socket() as calls, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
-            calls.bind(("127.0.0.1", port - 100))
+            calls.bind(("127.0.0.1", port - 1000))
             return f"127.0.0.1:{port}"
     raise AssertionError
 
