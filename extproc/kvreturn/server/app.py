@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -203,6 +204,7 @@ async def serve(
         watch: the file to reload when it changes, None to wait for SIGHUP.
     """
     keep_large()
+    _allow_connections()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -225,6 +227,12 @@ async def serve(
         seconds = router.world.settings.drain_timeout
         log.info("draining %d streams for at most %g s", router.streams, seconds)
     log.info("stopped")
+
+
+def _allow_connections() -> None:
+    """As many as the system allows: each request takes two while its prefill leg runs, and most shells say 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _orphaned(stop: asyncio.Event) -> None:
