@@ -11,7 +11,7 @@ from kvreturn.core.api.base import error_body
 from kvreturn.core.ports import Refuse
 from kvreturn.envoy import names
 from kvreturn.server.exchange import Exchange
-from kvreturn.server.fast import FastLane
+from kvreturn.server.fast import FastLane, ScriptlessExchange
 from kvreturn.server.messages import Message, read_metadata, refused_by
 from kvreturn.server.roles import DecodeExchange, PrefillExchange
 from kvreturn.server.world import World
@@ -24,10 +24,6 @@ _LEGS: dict[str, type[Exchange]] = {names.PREFILL: PrefillExchange, names.DECODE
 _ROLES = (names.GATEWAY, *_LEGS)
 _GONE = "kvreturn: the router that has this turn is gone, and nobody else can read the answer; send the request again"
 _UNKNOWN = Refuse(502, error_body(_GONE, "BadGateway", 502), why="unknown_turn")
-_NO_SCRIPT = (
-    "envoy.lane is `fast`, but Envoy has no scripts for it: requests and answers pass through ext_proc. Make Envoy's "
-    "bootstrap again with `kvreturn envoy-config` and start it with that, or set envoy.lane: portable"
-)
 
 
 def server_options(request_bytes: int) -> list[tuple[str, int]]:
@@ -94,9 +90,7 @@ class ExternalProcessor:
         name = read_metadata(first, names.TURN_KEY)
         if name and first.WhichOneof("request") == "response_headers":
             return self.fast.join(name)
-        if self.fast.expected and first.WhichOneof("request") == "request_headers":
-            self._world.warn_once(_NO_SCRIPT)
-        return Exchange(self._world)
+        return ScriptlessExchange(self._world) if self.fast.expected else Exchange(self._world)
 
     async def _take(
         self,
