@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-_SIZE = 16
+_SIZE, _BLOCK = 16, 64
 _NEAR = 4096
 _SAME_SESSION = 8  # nearest items for which the same session's turn is preferred to another's
 SALT = "kvreturn-salt-"
@@ -145,7 +145,10 @@ def keyed_hash(key: bytes, value: bytes) -> bytes:
 
 
 def _digest(key: bytes, data: bytes) -> bytes:
-    return hashlib.blake2b(data, key=key, digest_size=_SIZE).digest()
+    # CPUs have SHA-256 in hardware: half of BLAKE2b's time. With the key before the text it is a keyed hash, since only
+    # half of the digest is kept: who sees that cannot go on from there. The key fills a block, so that no key's end can
+    # pass for the beginning of a text.
+    return hashlib.sha256(key.ljust(_BLOCK, b"\0") + data).digest()[:_SIZE]
 
 
 def _turn_key(digest: bytes) -> bytes:

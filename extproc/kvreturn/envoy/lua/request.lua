@@ -12,7 +12,17 @@
 local REPLY, HEAD = "x-kvreturn-reply", "x-kvreturn-head"
 local UNTAKEN = { "no healthy upstream", "connection failure", "connection timeout", "overflow" } -- nobody has begun with it
 
+local KEEP = 4194304 -- bytes of the buffer for new bodies that are kept for the next one
+
 local last_router = 0
+
+-- LuaJIT's: with strings alone, two more copies of a body of 1 MB would take 0.8 ms.
+local ffi, made = require("ffi"), require("string.buffer").new()
+
+local function keep(body, from, to)
+  assert(0 <= from and from <= to and to <= #body)
+  made:putcdata(ffi.cast("const char *", body) + from, to - from)
+end
 
 local function untaken(text)
   for _, words in ipairs(UNTAKEN) do
@@ -83,7 +93,8 @@ end
 local function apply(handle, router, said, body)
   local stop = find(said, "\n\n", 1, true)
   local rest, headers, metadata = sub(said, stop + 2), handle:headers(), handle:streamInfo():dynamicMetadata()
-  local answer, made, at = nil, nil, 1
+  local answer, edited, at = nil, false, 1
+  made:reset()
   for word, value in string.gmatch(sub(said, 1, stop), "(%l+) ?([^\n]*)\n") do
     local name, text = match(value, "^(:?[^:]*):(.*)$")
     if word == "answer" then
@@ -103,17 +114,19 @@ local function apply(handle, router, said, body)
       end
     elseif word == "keep" then
       local from, to = match(value, "^(%d+) (%d+)$")
-      made = made or {}
-      made[#made + 1] = sub(body, from + 1, to)
+      keep(body, tonumber(from), tonumber(to))
+      edited = true
     elseif word == "put" then
-      made = made or {}
-      made[#made + 1] = sub(rest, at, at + value - 1)
-      at = at + value
+      made:put(sub(rest, at, at + value - 1))
+      at, edited = at + value, true
     end
   end
-  if made then
+  if edited then
     headers:remove("transfer-encoding") -- the new body's length is known, and Envoy writes it
-    handle:body():setBytes(table.concat(made))
+    handle:body():setBytes(made:tostring())
+    if #made > KEEP then
+      made:free()
+    end
   end
   if answer then
     handle:respond(answer, rest)
