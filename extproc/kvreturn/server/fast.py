@@ -40,6 +40,9 @@ class FastExchange(Exchange):
     Args:
         world: what all exchanges share.
         lane: that knows it by its name.
+
+    Attributes:
+        name: what the script calls it; empty if its answer does not matter.
     """
 
     def __init__(self, world: World, lane: "FastLane") -> None:
@@ -48,7 +51,7 @@ class FastExchange(Exchange):
         self._config = CALLED
         self._told: Go | Refuse | None = None  # what becomes of the request
         self._forward_only = False  # the request is over: what is refused now is an answer, by ext_proc
-        self._name = ""
+        self.name = ""
         self._apart = False  # no stream or call is under way, but the exchange is
         self._next = 1  # number of the part that is awaited
         self._parts = asyncio.Condition()
@@ -70,9 +73,9 @@ class FastExchange(Exchange):
         self.took(self._world.clock() - begun)
         self._forward_only = True
         assert self._told
-        if isinstance(self._told, Go) and self._name:
+        if isinstance(self._told, Go) and self.name:
             self._apart = True
-            self._lane.enter(self._name)
+            self._lane.enter(self.name)
         return self._told
 
     def failed(self) -> Refuse:
@@ -102,8 +105,8 @@ class FastExchange(Exchange):
         values = super()._metadata(changes, prefer, slack)
         if not self._looks:
             return values
-        self._name = self._name or self._lane.name(self)
-        values.append((names.TURN_KEY, self._name))
+        self.name = self.name or self._lane.name(self)
+        values.append((names.TURN_KEY, self.name))
         if self._turn and self._turn.prompt and self._turn.prompt.stream and self._lane.on:
             values.append((names.LANE_KEY, "1"))
         if self._request_id:
@@ -113,7 +116,7 @@ class FastExchange(Exchange):
     def close(self) -> None:
         """See `Exchange.close`: while it is apart, what else ends is not the exchange."""
         if not self._apart:
-            self._lane.forget(self._name)
+            self._lane.forget(self.name)
             super().close()
 
     def joined(self) -> None:
@@ -133,7 +136,7 @@ class FastExchange(Exchange):
                     await self._parts.wait_for(lambda: self._next >= part.number)
             except TimeoutError:
                 # One is lost, so nobody knows what the answer was: the turn leaves nothing.
-                self._lane.leave(self._name)
+                self._lane.leave(self.name)
                 return
             if self._next > part.number:
                 return  # the script did not know that it had come
@@ -143,7 +146,7 @@ class FastExchange(Exchange):
                 self._next += 1
                 self._parts.notify_all()
         if part.last:
-            self._lane.leave(self._name)
+            self._lane.leave(self.name)
 
     async def _read(self, part: Part) -> None:
         if part.begun:
@@ -195,7 +198,7 @@ class FastLane:
         if self.on and not self.expected:
             world.warn_once(NAMED)
         self._idle = world.settings.envoy.stream_idle_timeout + 60.0  # Envoy gives up sooner
-        self._named: dict[str, FastExchange] = {}
+        self.named: dict[str, FastExchange] = {}
         self._passing: dict[str, asyncio.TimerHandle] = {}
         self._calls = 0
         self._working: set[asyncio.Task[None]] = set()
@@ -240,19 +243,19 @@ class FastLane:
     def name(self, exchange: FastExchange) -> str:
         """A name for a turn, that nobody can guess."""
         name = secrets.token_hex(16)
-        self._named[name] = exchange
+        self.named[name] = exchange
         return name
 
     def forget(self, name: str) -> None:
         """A name is of no more use."""
-        self._named.pop(name, None)
+        self.named.pop(name, None)
 
     def join(self, name: str) -> FastExchange | None:
         """The exchange of this name, whose answer comes by ext_proc; None if there is none that waits for one."""
         if name not in self._passing:
             return None
         self._drop(name)
-        exchange = self._named[name]
+        exchange = self.named[name]
         exchange.joined()
         return exchange
 
@@ -272,12 +275,17 @@ class FastLane:
     def leave(self, name: str) -> None:
         """An exchange is over."""
         if self._drop(name):
-            self._named[name].finish()
+            self.named[name].finish()
+
+    def abandon(self, exchange: FastExchange) -> None:
+        """An exchange is over before its request was."""
+        self._drop(exchange.name)
+        exchange.finish()
 
     def _over(self, name: str, status: int) -> None:
         """Envoy is through with an exchange."""
         if name in self._passing:
-            self._named[name].ended(status)
+            self.named[name].ended(status)
             self.leave(name)
 
     def _drop(self, name: str) -> bool:
@@ -306,7 +314,7 @@ class FastLane:
         Returns:
             Whether there is such a turn.
         """
-        exchange = self._named.get(name)
+        exchange = self.named.get(name)
         if exchange is None or name not in self._passing:
             return False
         self.enter(name)
@@ -347,7 +355,7 @@ class FastLane:
                 ours = entry.common_properties.metadata.filter_metadata[names.METADATA_NAMESPACE]
                 name = ours.fields[names.TURN_KEY].string_value
                 # The answer's headers may be on their way yet, and parts; after a good end, the last one is.
-                if name in self._named:
+                if name in self.named:
                     broken = entry.common_properties.response_flags
                     status = entry.response.response_code.value
                     loop.call_later(_BEHIND if broken else 2 * _OVERTAKEN, self._over, name, status)

@@ -14,6 +14,8 @@ local UNTAKEN = { "no healthy upstream", "connection failure", "connection timeo
 
 local KEEP = 4194304 -- bytes of the buffer for new bodies that are kept for the next one
 
+local BODILESS = { GET = true, HEAD = true, OPTIONS = true }
+
 local last_router = 0
 
 -- LuaJIT's: with strings alone, two more copies of a body of 1 MB would take 0.8 ms.
@@ -163,7 +165,7 @@ local function request(handle)
 end
 
 function envoy_on_request(handle)
-  if handle:streamInfo():routeName() == "plain" then
+  if handle:streamInfo():routeName() == "plain" and BODILESS[handle:headers():get(":method")] then
     return -- nothing that a client could hide something in
   end
   local fine, problem = pcall(request, handle)
