@@ -125,7 +125,7 @@ def _rest(run: Run) -> str:
         )
         for w in run.falls
     )
-    heads = ("body", "first token", "of it plain Envoy", "router", "Envoy's filter, gRPC, and what the steps leave out")
+    heads = ("body", "first token", "of it plain Envoy", "router", "Envoy, its script, and what the steps leave out")
     return table("Where the time to first token goes, ms", heads, rows, "tnnnn")
 
 
