@@ -51,7 +51,7 @@ function Answer:keep(handle, bytes)
   self.kept:add(bytes)
   if self.timed < MARKS then
     self.timed = self.timed + 1
-    self.marks[self.timed] = { #bytes, handle:timestamp() }
+    self.marks[#self.marks + 1] = { #bytes, handle:timestamp() }
   end
 end
 
