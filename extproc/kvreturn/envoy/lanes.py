@@ -72,13 +72,11 @@ def _script(constants: Mapping[str, Constant], names_of: Sequence[str]) -> str:
 
 def _lua(value: Constant) -> str:
     """A constant as Lua writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value)  # addresses and names of headers, in which both mean the same
     if isinstance(value, dict):
         return "{ " + ", ".join(f"[{_lua(k)}] = {_lua(v)}" for k, v in value.items()) + " }"
-    return "{ " + ", ".join(map(_lua, value)) + " }" if isinstance(value, list) else f"{value:g}"
+    if isinstance(value, list):
+        return "{ " + ", ".join(map(_lua, value)) + " }"
+    return json.dumps(value)  # numbers, addresses, and names of headers, in which both mean the same
 
 
 def as_envoy_knows(listen: str) -> str:
