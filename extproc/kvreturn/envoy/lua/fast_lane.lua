@@ -142,6 +142,7 @@ end
 
 function envoy_on_response(handle)
   local metadata, headers = handle:streamInfo():dynamicMetadata(), handle:headers()
+  headers:remove(PASSES) -- a node's own would let a handle pass
   local info = metadata:get(NAMESPACE)
   if not (info and info["turn"]) then
     headers:replace(PASSES, "1")
