@@ -91,7 +91,7 @@ def reply(told: Go | Refuse, body: bytes) -> bytes:
     lines = ["go", *_changes(told.headers), *(f"meta {key}:{value}" for key, value in told.metadata)]
     if told.body is None or told.body == body:
         return _lines(lines)
-    made = pieces(body, told.body)
+    made = pieces(body, told.body) or [b""]
     lines += [f"put {len(p)}" if isinstance(p, bytes) else f"keep {p[0]} {p[1]}" for p in made]
     return _lines(lines) + b"".join(p for p in made if isinstance(p, bytes))
 
