@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from kvreturn.envoy.lanes import hold_script
+from kvreturn.server.part import Begun, Part
 from support import cuts
 from support.events import response_events
-from support.lanes import SSE, TURN, End, FastLane
+from support.lanes import CLOSED, LATE, ROUTER, SSE, TURN, UNREACHABLE, Answer, End, FastLane, ours, scripts
 from support.turns import compact, d_handle
 
 RAW = compact(d_handle(161))
@@ -105,8 +105,9 @@ def test_an_answer_that_goes_on_behind_its_handle_is_not_held_back_for_long() ->
     assert lane.out[held + 1 : -2] == [token] * (200 - held)
 
 
-def test_a_router_that_had_no_time_is_told_again_while_nothing_waits() -> None:
-    lane = FastLane(status=b"14")
+@pytest.mark.parametrize("answer", [LATE, CLOSED, UNREACHABLE], ids=lambda a: a.body.decode()[-22:])
+def test_a_router_that_had_no_time_is_told_again_while_nothing_waits(answer: Answer) -> None:
+    lane = FastLane(answer=answer)
     lane.play([TOKEN, HANDED, DONE])
     first, again = lane.calls
     assert (first.waited, again.waited) == (True, False)
@@ -114,7 +115,7 @@ def test_a_router_that_had_no_time_is_told_again_while_nothing_waits() -> None:
 
 
 def test_a_router_that_does_not_know_the_turn_is_told_once() -> None:
-    lane = FastLane(status=b"5")
+    lane = FastLane(answer=ours(status=404))
     lane.play([TOKEN, HANDED, DONE])
     assert [c.number for c in lane.calls] == [1]
 
@@ -173,11 +174,11 @@ def test_a_long_answer_is_told_in_parts_for_which_nothing_waits() -> None:
 
 def test_a_slow_answer_is_told_every_twenty_seconds() -> None:
     lane = FastLane()
-    began = lane.passing.clock()
-    lane.passing.clock = lambda: began + 19
+    began = lane.thread.clock()
+    lane.thread.clock = lambda: began + 19
     lane.chunk(TOKEN)
     assert lane.calls == []
-    lane.passing.clock = lambda: began + 21
+    lane.thread.clock = lambda: began + 21
     lane.chunk(TOKEN)
     assert [(c.text, c.waited) for c in lane.calls] == [(TOKEN + TOKEN, False)]
 
@@ -190,35 +191,44 @@ def test_the_first_pieces_are_timed() -> None:
     lane.at(1100)
     lane.chunk(b"", last=True)
     (call,) = lane.calls
-    assert call.about == ["1", "1", *(f"{len(TOKEN)}:{100 - i}" for i in range(16))]
+    assert call.about[3:] == [f"{len(TOKEN)}:{100 - i}" for i in range(16)]
 
 
-def test_a_call_names_the_turn_and_goes_to_its_router_as_grpc_wants_it() -> None:
+def test_a_call_names_the_turn_and_goes_to_its_router() -> None:
     lane = FastLane()
     lane.play([HANDED])
-    for call in lane.calls:
-        assert call.cluster == TURN["router"]
-        assert (
-            call.headers.items()
-            >= {
-                ":method": "POST",
-                ":path": "/kvreturn.FastLane/Part",
-                "content-type": "application/grpc",
-                "te": "trailers",
-                "x-kvreturn-turn": TURN["turn"],
-            }.items()
-        )
+    (call,) = lane.calls
+    assert call.cluster == f"kvreturn_calls@{ROUTER}"
+    assert call.headers == {
+        ":method": "POST",
+        ":path": "/kvreturn/part",
+        ":authority": "kvreturn",
+        "x-kvreturn-turn": TURN["turn"],
+        "x-kvreturn-part": call.headers["x-kvreturn-part"],
+    }
 
 
-def test_frames_tell_lengths_of_more_than_two_bytes() -> None:
-    big = b"data: " + b"x" * 300_000 + b"\n\n"
-    lane = FastLane()
-    lane.play([big])
-    assert lane.calls[0].text == big  # checks the length in the frame
+@pytest.mark.parametrize(
+    ("status", "node", "said"), [("200", "10.0.0.2:8200", "200,50,10.0.0.2:8200"), ("206", None, "206,50,")]
+)
+def test_the_first_part_tells_how_the_answer_began_and_no_other_does(status: str, node: str | None, said: str) -> None:
+    upstream = {"x-kvreturn-upstream": node} if node else {}
+    lane = FastLane(SSE | upstream | {":status": status}, began=1000)
+    lane.at(1050)
+    lane.chunk(b"x" * _PART)
+    lane.chunk(TOKEN, last=True)
+    first, last = lane.calls
+    assert first.about == ["1", "0", said, f"{_PART}:0"]
+    assert last.about == ["2", "1", f"{len(TOKEN)}:0"]
+    told = Part.read(" ".join(first.about), first.body)
+    assert told.begun == Begun(int(status), 0.05, node)
 
 
 def test_the_router_waits_no_longer_than_its_stores_deadline_and_half_a_second() -> None:
-    assert "local TIMEOUT = 520 " in hold_script(0.02)
+    assert "local TIMEOUT = 520\n" in scripts()[1]
+    lane = FastLane()
+    lane.play([HANDED])
+    assert [c.timeout for c in lane.calls] == [520]
 
 
 def test_the_memory_of_an_event_is_bounded() -> None:
@@ -259,6 +269,6 @@ def test_where_the_router_cannot_be_called_the_answer_passes_without_the_handle(
 
 
 def test_a_holding_script_that_fails_lets_clean_bytes_pass() -> None:
-    lane = FastLane(turn={"turn": TURN["turn"]})  # no router to call
+    lane = FastLane(answer=None)  # Envoy has no such cluster
     assert lane.play([TOKEN, HANDED, DONE]) == TOKEN + FINISH + DONE
     assert len(lane.errors) == 1

@@ -1,7 +1,7 @@
 """The fast lane's scripts in a Lua interpreter of this process, with a stand-in for Envoy around them."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,11 +10,42 @@ from lupa import luajit21
 
 from kvreturn.core.packed import unpack
 from kvreturn.envoy.lanes import hold_script, pass_script
+from support.harness import settings
 
+ROUTER = "127.0.0.1:9090"
 SSE = {":status": "200", "content-type": "text/event-stream; charset=utf-8", "transfer-encoding": "chunked"}
-TURN = {"turn": "a-secret", "router": "kvreturn_router@here"}
+TURN = {"turn": "a-secret", "router": ROUTER, "lane": "1"}
 Headers = Mapping[str, str]
+Change = Callable[[str], str]
 End = Literal["empty", "last"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What comes of a script's call."""
+
+    status: int = 200
+    body: bytes = b""
+    headers: Headers = field(default_factory=dict)
+
+
+def ours(body: bytes = b"", status: int = 200) -> Answer:
+    """An answer of the router's."""
+    return Answer(status, body, {"x-kvreturn-reply": "1"})
+
+
+# What Envoy makes up itself.
+UNREACHABLE = Answer(
+    503,
+    b"upstream connect error or disconnect/reset before headers. reset reason: remote connection failure, "
+    b"transport failure reason: delayed connect error: Connection refused",
+)
+NO_ROUTE = Answer(503, b"upstream connect error or disconnect/reset before headers. reset reason: connection timeout")
+FULL = Answer(503, b"upstream connect error or disconnect/reset before headers. reset reason: overflow")
+UNHEALTHY = Answer(503, b"no healthy upstream")
+CLOSED = Answer(503, b"upstream connect error or disconnect/reset before headers. reset reason: connection termination")
+BROKEN = Answer(503, b"upstream failure")
+LATE = Answer(504, b"upstream request timeout")
 
 
 @dataclass
@@ -25,22 +56,22 @@ class Call:
         cluster: that it goes to.
         headers: of the call.
         body: of it.
-        waited: whether the answer was held until it was done.
+        timeout: milliseconds.
+        waited: whether the exchange was held until it was done.
         passed: bytes that the client had by then.
     """
 
     cluster: str
     headers: dict[str, str]
     body: bytes
+    timeout: float
     waited: bool
     passed: int
 
     @property
     def text(self) -> bytes:
-        """The node's bytes, packed in gRPC's frame."""
-        assert self.body[0] == 0
-        assert int.from_bytes(self.body[1:5], "big") == len(self.body) - 5
-        return unpack(self.body[5:])
+        """The node's bytes."""
+        return unpack(self.body)
 
     @property
     def about(self) -> list[str]:
@@ -55,10 +86,6 @@ class Call:
         return self.about[1] == "1"
 
 
-_pass_script = functools.cache(pass_script)
-_hold_script = functools.cache(functools.partial(hold_script, 0.02))
-
-
 @functools.cache
 def interpreter() -> tuple[Any, Any]:
     """LuaJIT, as Envoy has it, and the stand-in."""
@@ -66,16 +93,147 @@ def interpreter() -> tuple[Any, Any]:
     return lua, lua.execute(Path(__file__).with_name("envoy_api.lua").read_bytes())
 
 
+@functools.cache
+def scripts(limit: int = 1 << 20, routers: tuple[str, ...] = (ROUTER,)) -> tuple[str, str]:
+    """Both scripts.
+
+    Args:
+        limit: as `limits.event_bytes`.
+        routers: as `envoy.routers`.
+    """
+    made_of = settings(
+        limits={"event_bytes": limit},
+        envoy={"routers": list(routers)},
+        prefill={"timeout": 30},
+        store={"url": "redis://127.0.0.1", "deadline": 0.02},
+    )
+    return pass_script(made_of), hold_script(made_of)
+
+
 def packed(pieces: Iterable[bytes], takes: Collection[int] = ()) -> bytes:
     """What the script keeps of these pieces; it is taken before each of these numbers, and at the end."""
     lua, _ = interpreter()
-    kept = lua.execute((pass_script(1) + "\nreturn new_kept()").encode())
+    kept = lua.execute((scripts()[0] + "\nreturn new_kept()").encode())
     out = []
     for i, piece in enumerate(pieces):
         if i in takes:
             out.append(kept.take(kept))
         kept.add(kept, piece)
     return b"".join([*out, kept.take(kept)])
+
+
+def worker(script: str) -> Any:  # noqa: ANN401 - lupa has no types
+    """One of Envoy's threads, with a script."""
+    return interpreter()[1][b"worker"](script.encode())
+
+
+def table(values: Headers) -> Any:  # noqa: ANN401 - lupa has no types
+    return interpreter()[0].table_from({k.encode(): v.encode() for k, v in values.items()})
+
+
+def header_map(values: Sequence[tuple[str, str]]) -> Any:  # noqa: ANN401 - lupa has no types
+    """Headers as Envoy keeps them: of one name there may be several. Bytes beyond ASCII as Latin-1."""
+    lua, api = interpreter()
+    return api[b"headers"](lua.table_from([text.encode("latin-1") for field in values for text in field]))
+
+
+def read_map(headers: Any) -> list[tuple[str, str]]:  # noqa: ANN401 - lupa has no types
+    """The reverse."""
+    return [(f[1].decode("latin-1"), f[2].decode("latin-1")) for f in headers.fields.values()]
+
+
+class Exchange:
+    """What Envoy has of one exchange: its metadata, and where calls of scripts go.
+
+    Args:
+        metadata: in our namespace.
+        route: name of the route.
+    """
+
+    def __init__(self, metadata: Headers | None, route: str = "inference") -> None:
+        self._lua = interpreter()[0]
+        namespaces = {} if metadata is None else {b"kvreturn": table(metadata)}
+        self._metadata = self._lua.table_from(namespaces)
+        self.calls: list[Call] = []
+        self.answers: Callable[[str], Answer | None] = lambda _: ours()
+        self.passed: Callable[[], int] = lambda: 0
+        values = {b"metadata": self._metadata, b"route": route.encode(), b"call": self._call}
+        self.lua = self._lua.table_from(values)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Our namespace."""
+        values = self._metadata[b"kvreturn"]
+        return {k.decode(): v.decode() for k, v in values.items()} if values else {}
+
+    @property
+    def override(self) -> tuple[str, bool] | None:
+        """The node that Envoy is to take, and whether no other will do."""
+        host = self.lua[b"override"]
+        return host and (host.decode(), self.lua[b"strict"])
+
+    def _call(self, cluster: bytes, headers: Any, body: bytes, timeout: float, asynchronous: bool) -> Any:  # noqa: ANN401, FBT001
+        named = {k.decode(): v.decode() for k, v in headers.items()}
+        call = Call(cluster.decode(), named, body, timeout, not asynchronous, self.passed())
+        answer = self.answers(call.cluster)
+        if answer is None:
+            return None
+        self.calls.append(call)
+        return table({":status": str(answer.status), **answer.headers}), answer.body
+
+
+@dataclass
+class Asked:
+    """One request on its way through the script.
+
+    Args:
+        fields: its headers.
+        body: pieces of its body, None if it has none.
+        answers: what comes of a call to a cluster; None if there is no such cluster.
+        route: name of its route.
+        on: the thread that it passes; one of its own if that is None.
+    """
+
+    fields: Sequence[tuple[str, str]]
+    body: Sequence[bytes] | None = None
+    answers: Callable[[str], Answer | None] = lambda _: ours(b"go\n\n")
+    route: str = "inference"
+    on: Any = None
+
+    def __post_init__(self) -> None:
+        self.exchange = Exchange(None, self.route)
+        self.exchange.answers = self.answers
+        headers = header_map(self.fields)
+        thread = self.on or worker(scripts()[0])
+        self._stream = thread.request(thread, self.exchange.lua, headers, self.body is None)
+        pieces = self.body or []
+        passed = [self._stream.chunk(self._stream, p, i == len(pieces)) for i, p in enumerate(pieces, 1)]
+        self.sent = read_map(headers)
+        """The headers that go on."""
+        self.passed = b"".join(passed)
+        """The body that goes on."""
+
+    @property
+    def calls(self) -> list[Call]:
+        return self.exchange.calls
+
+    @property
+    def errors(self) -> list[bytes]:
+        return list(self._stream.errors.values())
+
+    @property
+    def routed_anew(self) -> bool:
+        """Whether Envoy chooses the route by the changed headers."""
+        return bool(self._stream.cleared)
+
+    @property
+    def response(self) -> tuple[int, dict[str, str], bytes] | None:
+        """What the script answers itself. Nothing goes on then."""
+        said = self._stream.response
+        if said is None:
+            return None
+        headers = {k.decode(): v.decode() for k, v in said.headers.items()}
+        return int(headers.pop(":status")), headers, said.body
 
 
 @dataclass
@@ -87,41 +245,47 @@ class FastLane:
         turn: what the router has put into the metadata.
         limit: as `limits.event_bytes`.
         change: edits the passing script.
-        status: gRPC's, of answers that are not the router's.
+        answer: what comes of a call; None if there is no such cluster.
+        began: Envoy's clock as it begins, in milliseconds.
     """
 
     headers: Headers = field(default_factory=lambda: SSE)
     turn: Headers | None = field(default_factory=lambda: TURN)
     limit: int = 1 << 20
-    change: Callable[[str], str] = lambda script: script
-    status: bytes | None = None
-    calls: list[Call] = field(default_factory=list)
+    change: Change = lambda script: script
+    answer: Answer | None = field(default_factory=ours)
+    began: int = 0
     out: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        lua, stream = interpreter()
-        self._lua = lua
-        ours = {b"kvreturn": self._table(self.turn)} if self.turn is not None else {}
-        self._metadata = lua.table_from(ours)
-        headers = self._table(self.headers)
-        script = self.change(_pass_script(self.limit)).encode()
-        self.passing = stream(script, headers, self._metadata, self._call)
-        self.holding = stream(_hold_script().encode(), headers, self._metadata, self._call)
+        passing, holding = scripts(self.limit)
+        self.exchange = Exchange(self.turn)
+        self.exchange.answers = lambda _: self.answer
+        self.exchange.passed = lambda: sum(map(len, self.out))
+        headers = header_map([*self.headers.items()])
+        self.thread = worker(self.change(passing))
+        self.at(self.began)
+        self.passing = self.thread.response(self.thread, self.exchange.lua, headers)
+        self.between = dict(read_map(headers))
+        """The headers where ext_proc would look at them."""
+        other = worker(holding)
+        self.holding = other.response(other, self.exchange.lua, headers)
+        self.got = dict(read_map(headers))
+        """The headers that the client gets."""
 
-    def _table(self, values: Headers) -> Any:  # noqa: ANN401 - lupa has no types
-        return self._lua.table_from({k.encode(): v.encode() for k, v in values.items()})
-
-    def _call(self, cluster: bytes, headers: Any, body: bytes, timeout: int, asynchronous: bool) -> bytes | None:  # noqa: ANN401, FBT001
-        assert 0 < timeout <= 5000
-        named = {k.decode(): v.decode() for k, v in headers.items()}
-        self.calls.append(Call(cluster.decode(), named, body, not asynchronous, len(b"".join(self.out))))
-        return self.status
+    @property
+    def calls(self) -> list[Call]:
+        return self.exchange.calls
 
     @property
     def taken_on(self) -> bool:
-        """Whether the script has said so to the router."""
-        ours = self._metadata[b"kvreturn"]
-        return bool(ours) and ours[b"lane"] == TURN["turn"].encode()
+        """Whether the script has said so to the other one."""
+        return "taken" in self.exchange.metadata
+
+    @property
+    def by_ext_proc(self) -> bool:
+        """Whether ext_proc looks at the answer."""
+        return self.between.get("x-kvreturn-passes") != "1"
 
     @property
     def errors(self) -> list[bytes]:
@@ -129,7 +293,7 @@ class FastLane:
 
     def at(self, milliseconds: int) -> None:
         """Set Envoy's clock."""
-        self.passing.now = milliseconds
+        self.thread.now = milliseconds
 
     def chunk(self, bytes_: bytes, *, last: bool = False) -> bytes:
         """A chunk passes; what the client gets."""
