@@ -236,13 +236,6 @@ class Asked:
         return int(headers.pop(":status")), headers, said.body
 
 
-def held(headers: Headers) -> dict[str, str]:
-    """What the client gets of an answer's headers that only the holding script has seen."""
-    thread, made = worker(scripts()[1]), header_map([*headers.items()])
-    thread.response(thread, Exchange(None).lua, made)
-    return dict(read_map(made))
-
-
 @dataclass
 class FastLane:
     """One answer on its way through the scripts.
