@@ -238,9 +238,9 @@ def test_a_node_that_envoy_knows_by_its_name_only_is_looked_up() -> None:
 def test_a_turn_is_known_to_the_router_that_has_taken_it() -> None:
     first, second = f"10.1.0.1:{ROUTER[-4:]}", f"10.1.0.2:{ROUTER[-4:]}"
     thread = worker(scripts(routers=(first, second))[0])
+    answers = {f"kvreturn_calls@{first}": UNREACHABLE, f"kvreturn_calls@{second}": ours(b"go\nmeta turn:t\n\n")}
     for expected in (second, second):  # the first one is down
-        answers = {f"kvreturn_calls@{first}": UNREACHABLE, f"kvreturn_calls@{second}": ours(b"go\nmeta turn:t\n\n")}
-        asked = Asked(fields(), [BODY], answers.get, on=thread)
+        asked = Asked(fields(), [BODY], lambda call: answers[call.cluster], on=thread)
         assert asked.exchange.metadata == {"turn": "t", "router": expected}
 
 
@@ -299,10 +299,21 @@ def test_a_body_that_stays_goes_on_in_its_own_framing() -> None:
         assert (asked.sent, asked.passed) == (of, BODY)
 
 
-def test_a_body_that_nobody_reads_passes_piece_by_piece() -> None:
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_body_that_nobody_reads_passes_as_it_comes(slow: bool) -> None:  # noqa: FBT001 - a case of a table
     of = fields("/v1/files", "application/octet-stream", transfer_encoding="chunked")
-    asked = told(reply(Go(Headers(), ()), b""), [b"a", b"b", b""], of)
-    assert (asked.sent, asked.passed) == (of, b"ab")
+    asked = Asked(of, [b"a", b"b", b""], lambda _: ours(reply(Go(Headers({"x-a": "b"}), ()), b"")), slow=slow)
+    assert (asked.sent, asked.passed) == ([*of, ("x-a", "b")], b"ab")
+    assert (asked.errors, asked.response) == ([], None)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize(
+    "answer", [ours(reply(Refuse(403, b"no", why="tenant"), b"")), CLOSED], ids=["refused", "closed"]
+)
+def test_nothing_passes_of_a_body_that_nobody_reads_if_its_request_does_not(answer: Answer, slow: bool) -> None:  # noqa: FBT001
+    asked = Asked(fields("/v1/files", "text/plain"), [b"a", b"b", b""], lambda _: answer, slow=slow)
+    assert refused(asked)[0] in {403, 500}
 
 
 @pytest.mark.parametrize("body", [None, [BODY]])

@@ -64,7 +64,7 @@ end
 -- One direction of an exchange begins: its headers are here.
 -- `exchange.metadata`: namespaces, shared by all filters. `exchange.route`: the route's name.
 -- `exchange.call(cluster, headers, body, timeout, asynchronous)`: takes calls, and gives the answer's headers and body;
--- nothing if there is no such cluster.
+-- nothing if there is no such cluster. `exchange.slow`: these come when the whole body has, and not before.
 local function begin(self, entry, exchange, headers, ended)
   local stream = setmetatable({
     worker = self,
@@ -73,6 +73,7 @@ local function begin(self, entry, exchange, headers, ended)
     ended = ended, -- nothing more comes
     seen = false, -- some of the body has come
     buffered = nil, -- what the script waits for, or has
+    held = nil, -- what came while it waited
     gone = false, -- the headers are
     age = 0, -- how often the script has yielded
     errors = {},
@@ -82,7 +83,6 @@ local function begin(self, entry, exchange, headers, ended)
   local handle = stream:handle()
   stream.routine = coroutine.create(function() self.env[entry](handle) end)
   stream:resume()
-  stream.gone = stream.waits ~= "body"
   return stream
 end
 
@@ -227,7 +227,7 @@ function Stream:handle()
       exchange.override, exchange.strict = host, strict
     end,
     httpCall = function(_, cluster, of_call, body, timeout, asynchronous)
-      assert(of_call[":method"] and of_call[":path"] and of_call[":authority"], "http call headers must include these")
+      assert(of_call[":method"] and of_call[":path"] and of_call[":authority"], "http call headers must include ':path', ':method', and ':authority'")
       assert(timeout >= 0, "http call timeout must be >= 0")
       local headers, text = exchange.call(cluster, of_call, body, timeout, asynchronous == true)
       assert(headers, "http call cluster invalid. Must be configured")
@@ -276,9 +276,10 @@ function Stream:resume()
   self.waits = coroutine.status(self.routine) ~= "dead" and why or nil
   if not fine then -- Envoy logs it, and all passes as it is
     self.errors[#self.errors + 1] = why
-  elseif self.waits == "call" then
-    self:resume()
+  elseif self.waits == "call" and (self.ended or not self.exchange.slow) then
+    return self:resume()
   end
+  self.gone = self.waits ~= "body" and self.waits ~= "call"
 end
 
 -- A chunk passes, which may be the last; what goes on.
@@ -286,14 +287,15 @@ function Stream:chunk(bytes, last)
   self.seen, self.ended = true, last
   if self.waits == "never" then
     return ""
-  elseif self.waits == "body" then
-    self.buffered.bytes = self.buffered.bytes .. bytes
+  elseif self.waits == "body" or self.waits == "call" then
+    local held = self.buffered or self.held or { bytes = "" }
+    self.held = held
+    held.bytes = held.bytes .. bytes
     if not last then
       return ""
     end
     self:resume()
-    self.gone = true
-    return self.waits == "never" and "" or self.buffered.bytes
+    return self.waits == "never" and "" or held.bytes
   elseif self.waits == "chunk" then
     local chunk = { bytes = bytes }
     self.current = chunk

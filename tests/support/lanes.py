@@ -35,15 +35,12 @@ def ours(body: bytes = b"", status: int = 200) -> Answer:
 
 
 # What Envoy makes up itself.
-UNREACHABLE = Answer(
-    503,
-    b"upstream connect error or disconnect/reset before headers. reset reason: remote connection failure, "
-    b"transport failure reason: delayed connect error: Connection refused",
-)
-NO_ROUTE = Answer(503, b"upstream connect error or disconnect/reset before headers. reset reason: connection timeout")
-FULL = Answer(503, b"upstream connect error or disconnect/reset before headers. reset reason: overflow")
+_RESET = b"upstream connect error or disconnect/reset before headers. reset reason: "
+UNREACHABLE = Answer(503, _RESET + b"remote connection failure")
+NO_ROUTE = Answer(503, _RESET + b"connection timeout")
+FULL = Answer(503, _RESET + b"overflow")
 UNHEALTHY = Answer(503, b"no healthy upstream")
-CLOSED = Answer(503, b"upstream connect error or disconnect/reset before headers. reset reason: connection termination")
+CLOSED = Answer(503, _RESET + b"connection termination")
 BROKEN = Answer(503, b"upstream failure")
 LATE = Answer(504, b"upstream request timeout")
 
@@ -84,6 +81,9 @@ class Call:
     @property
     def last(self) -> bool:
         return self.about[1] == "1"
+
+
+Answers = Callable[[Call], Answer | None]
 
 
 @functools.cache
@@ -155,7 +155,7 @@ class Exchange:
         namespaces = {} if metadata is None else {b"kvreturn": table(metadata)}
         self._metadata = self._lua.table_from(namespaces)
         self.calls: list[Call] = []
-        self.answers: Callable[[str], Answer | None] = lambda _: ours()
+        self.answers: Answers = lambda _: ours()
         self.passed: Callable[[], int] = lambda: 0
         values = {b"metadata": self._metadata, b"route": route.encode(), b"call": self._call}
         self.lua = self._lua.table_from(values)
@@ -175,7 +175,7 @@ class Exchange:
     def _call(self, cluster: bytes, headers: Any, body: bytes, timeout: float, asynchronous: bool) -> Any:  # noqa: ANN401, FBT001
         named = {k.decode(): v.decode() for k, v in headers.items()}
         call = Call(cluster.decode(), named, body, timeout, not asynchronous, self.passed())
-        answer = self.answers(call.cluster)
+        answer = self.answers(call)
         if answer is None:
             return None
         self.calls.append(call)
@@ -189,20 +189,23 @@ class Asked:
     Args:
         fields: its headers.
         body: pieces of its body, None if it has none.
-        answers: what comes of a call to a cluster; None if there is no such cluster.
+        answers: what comes of a call; None if there is no such cluster.
         route: name of its route.
+        slow: whether calls take longer than the body.
         on: the thread that it passes; one of its own if that is None.
     """
 
     fields: Sequence[tuple[str, str]]
     body: Sequence[bytes] | None = None
-    answers: Callable[[str], Answer | None] = lambda _: ours(b"go\n\n")
+    answers: Answers = lambda _: ours(b"go\n\n")
     route: str = "inference"
+    slow: bool = False
     on: Any = None
 
     def __post_init__(self) -> None:
         self.exchange = Exchange(None, self.route)
         self.exchange.answers = self.answers
+        self.exchange.lua[b"slow"] = self.slow
         headers = header_map(self.fields)
         thread = self.on or worker(scripts()[0])
         self._stream = thread.request(thread, self.exchange.lua, headers, self.body is None)
