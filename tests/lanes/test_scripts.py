@@ -231,6 +231,16 @@ def test_an_answer_that_its_node_keeps_is_told_of_from_its_first_event_on() -> N
     ]
 
 
+def test_what_one_script_has_held_for_the_other_is_in_no_access_log() -> None:
+    lane = FastLane(turn=TURN | {"early": "1"})
+    lane.chunk(TOKEN)
+    assert lane.exchange.metadata_in("kvreturn.hold") == {"first": ""}
+    lane.chunk(HANDED)
+    lane.chunk(b"", last=True)
+    assert lane.exchange.metadata_in("kvreturn.hold") == {"first": "", "end": ""}
+    assert len(lane.calls) == 2
+
+
 def test_an_answer_of_one_piece_tells_the_first_event_with_the_end() -> None:
     lane = FastLane(turn=TURN | {"early": "1"})
     assert lane.play([TOKEN + HANDED + DONE]) == TOKEN + FINISH + DONE

@@ -163,7 +163,10 @@ class Exchange:
     @property
     def metadata(self) -> dict[str, str]:
         """Our namespace."""
-        values = self._metadata[b"kvreturn"]
+        return self.metadata_in("kvreturn")
+
+    def metadata_in(self, namespace: str) -> dict[str, str]:
+        values = self._metadata[namespace.encode()]
         return {k.decode(): v.decode() for k, v in values.items()} if values else {}
 
     @property
