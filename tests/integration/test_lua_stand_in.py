@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 
 from aiohttp import web
 
+from support.asked import Asked, Fields
 from support.envoy import Gateway, Json, client_manager, gateway, unused_address
-from support.lanes import BROKEN, CLOSED, LATE, UNHEALTHY, UNREACHABLE, Answer, Asked, Call, ours, worker
+from support.lanes import BROKEN, CLOSED, LATE, UNHEALTHY, UNREACHABLE, Answer, Call, ours, worker
 
 _PRELUDE = """
 local out
@@ -122,7 +123,6 @@ _PROBES = {
 }
 _FIELDS = [("x-p-once", "1"), ("x-p-twice", "1"), ("x-p-twice", "2"), ("x-p-empty", ""), ("x-p-bytes", "\xc3\xa9")]
 Body = Sequence[bytes] | None
-Fields = Sequence[tuple[str, str]]
 CASES: list[tuple[str, Body]] = [
     ("headers", None),
     ("body", None),

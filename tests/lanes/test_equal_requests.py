@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from kvreturn.core.ports import Refuse
 from kvreturn.server.called import read_head, reply
+from support.asked import Asked
 from support.extproc import Envoy, Mode, Modes, Request
 from support.harness import Harness, settings
-from support.lanes import Asked, ours
+from support.lanes import ours
 from support.nodes import chat
 
 JSON = {"content-type": "application/json"}
