@@ -2,8 +2,8 @@
 --
 -- The portable lane is the reference (kvreturn/core/jsontext.py, capture.py). For the same bytes both give the client
 -- the same bytes; tests/lanes holds them to it. Whoever changes one changes both.
--- `kvreturn envoy-config` puts json.lua, members.lua, events.lua and fast_lane.lua together into one script: what is
--- local here is known there. None but the last knows Envoy: bytes in, bytes out. Lua 5.1, as Envoy's LuaJIT has it.
+-- `kvreturn envoy-config` puts this file and others together into one script: what is local here is known there. This
+-- one, members.lua, events.lua and kept.lua do not know Envoy: bytes in, bytes out. Lua 5.1, as Envoy's LuaJIT has it.
 
 local find, match, sub, byte, gsub = string.find, string.match, string.sub, string.byte, string.gsub
 
