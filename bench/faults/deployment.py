@@ -15,6 +15,7 @@ from kvreturn.config import Settings
 from kvreturn.demo.stack import free_addresses, health
 from kvreturn.envoy import names
 from kvreturn.envoy.bootstrap import build, to_dict
+from kvreturn.envoy.lanes import as_envoy_knows, is_fast
 from kvreturn.envoy.process import Sink
 from kvreturn.envoy.runner import EnvoyProcess
 
@@ -58,6 +59,11 @@ class Deployment:
     def gateway(self) -> str:
         """Base URL of the API behind Envoy."""
         return f"http://{self.settings.envoy.listen}/v1"
+
+    def router_at(self, listen: str) -> list[tuple[str, str]]:
+        """Where Envoy asks a router: clusters, and its addresses there."""
+        calls = names.calls_of(as_envoy_knows(listen)), self.settings.calls_of(listen)
+        return [(names.ROUTER_CLUSTER, listen), *([calls] if is_fast(self.settings) else [])]
 
     async def active(self, session: aiohttp.ClientSession, cluster: str, address: str) -> int:
         """Requests, or streams, that Envoy has open to an address of a cluster."""
@@ -132,7 +138,8 @@ async def deployed(sink: Sink, *, deadline: float = DEADLINE) -> AsyncIterator[D
         made = Deployment(checked, prefills, decodes, running, admins, stores, f"http://{single}/v1")
         async with aiohttp.ClientSession() as session:
             for listen in listens:
-                await made.usable(session, names.ROUTER_CLUSTER, listen)
+                for at in made.router_at(listen):
+                    await made.usable(session, *at)
         yield made
 
 

@@ -73,14 +73,19 @@ async def _cut(scene: Scene, process: Process, *at: tuple[str, str]) -> tuple[fl
     return cut, sum(active) + on_the_way
 
 
+async def _usable(scene: Scene, router: str) -> None:
+    for at in scene.deployment.router_at(router):
+        await scene.deployment.usable(scene.session, *at)
+
+
 async def router_killed(scene: Scene) -> Told:
     """Kill -9 of the first router, and another one in its place."""
     deployment = scene.deployment
     router, address = deployment.routers[0], deployment.settings.envoy.routers[0]
-    cut, active = await _cut(scene, router, (names.ROUTER_CLUSTER, address))
+    cut, active = await _cut(scene, router, *deployment.router_at(address))
     await asyncio.sleep(_AWAY)
     await router.start()
-    await deployment.usable(scene.session, names.ROUTER_CLUSTER, address)
+    await _usable(scene, address)
     return Told(f"kill -9 with {active} streams on it", cut, lost=active)
 
 
@@ -93,7 +98,7 @@ async def rolling_restart(scene: Scene) -> Told:
         codes.append(await router.stop(2 * DRAIN))
         seconds.append(time.monotonic() - begun)
         await router.start()
-        await deployment.usable(scene.session, names.ROUTER_CLUSTER, address)
+        await _usable(scene, address)
     drains = ", ".join(f"{s:.1f} s" for s in seconds)
     return Told(f"SIGTERM; drained in {drains}; exit codes {', '.join(map(str, codes))}")
 
