@@ -8,7 +8,20 @@ from aiohttp import web
 
 from support.asked import Asked, Fields
 from support.envoy import Gateway, Json, client_manager, gateway, unused_address
-from support.lanes import BROKEN, CLOSED, LATE, UNHEALTHY, UNREACHABLE, Answer, Call, ours, worker
+from support.lanes import (
+    BROKEN,
+    CLOSED,
+    LATE,
+    UNHEALTHY,
+    UNREACHABLE,
+    Answer,
+    Call,
+    Exchange,
+    header_map,
+    ours,
+    read_map,
+    worker,
+)
 
 _PRELUDE = """
 local out
@@ -35,8 +48,36 @@ local probes = {}
 function envoy_on_request(handle)
   out = {}
   local headers = handle:headers()
-  probes[headers:get("x-probe")](handle, headers)
+  local probe = probes[headers:get("x-probe")]
+  if not probe then
+    return
+  end
+  probe(handle, headers)
   handle:respond({ [":status"] = "200" }, table.concat(out, "\\n"))
+end
+"""
+_ANSWER = """
+function envoy_on_response(handle)
+  local headers, last = handle:headers(), nil
+  if not headers:get("x-streamed") then
+    return
+  end
+  out = {}
+  try("change", headers.replace, headers, "x-streamed", "changed")
+  for chunk in handle:bodyChunks() do
+    try("old headers", headers.get, headers, ":status")
+    try("late change", function() handle:headers():replace("x-streamed", "late") end)
+    say("status", handle:headers():get(":status"))
+    try("old chunk", function() return last and last:length() end)
+    say("chunk", chunk:length(), chunk:getBytes(0, chunk:length()))
+    if chunk:length() == 2 then
+      chunk:setBytes("longer")
+    end
+    last = chunk
+  end
+  try("last chunk", last.length, last)
+  try("trailers", function() return select("#", handle:trailers()) end)
+  last:setBytes(table.concat(out, "\\n"))
 end
 """
 LATE_BODY = "a body that is asked for too late"
@@ -135,12 +176,13 @@ CASES: list[tuple[str, Body]] = [
     ("the rest", None),
     ("the rest", None),  # on the same thread
 ]
+_STREAMED = (b"abc", b"de")
 _ANSWERS = {"/empty": Answer(), "/late": LATE, "/closed": CLOSED, "/broken": BROKEN}
 
 
 def script() -> str:
     probes = (f'probes["{name}"] = function(handle, headers)\n{lines}end\n' for name, lines in _PROBES.items())
-    return "".join([_PRELUDE, *probes])
+    return "".join([_PRELUDE, *probes, _ANSWER])
 
 
 def answer(call: Call) -> Answer | None:
@@ -155,6 +197,13 @@ async def up(request: web.Request) -> web.StreamResponse:
     assert request.transport
     if request.path == "/echo":
         return web.Response(body=body, headers={"x-kvreturn-reply": "1"})
+    if request.path == "/streamed":
+        streamed = web.StreamResponse(headers={"x-streamed": "1"})
+        await streamed.prepare(request)
+        for piece in _STREAMED:
+            await streamed.write(piece)
+            await asyncio.sleep(0.05)
+        return streamed
     if request.path == "/late":
         await asyncio.sleep(0.3)
     if request.path == "/closed":
@@ -234,3 +283,15 @@ async def test_scripts_see_the_same() -> None:
             said = [probe, *asked.response[2].decode("latin-1").splitlines()]
             assert said == [probe, *(await ask(there, came, body)).decode("latin-1").splitlines()]
             assert len(said) > 1
+
+
+async def test_scripts_see_the_same_of_an_answer() -> None:
+    async with envoy() as there, there.client.post("/streamed", headers={"x-probe": "none"}) as answer:
+        got = (await answer.text()).splitlines()
+    thread, headers = worker(script()), header_map([(":status", "200"), ("x-streamed", "1")])
+    stream = thread.response(thread, Exchange(None).lua, headers)
+    out = b"".join(stream.chunk(stream, piece, piece == b"") for piece in (*_STREAMED, b""))
+    assert list(stream.errors.values()) == []
+    assert got == out.decode().splitlines()
+    assert len(got) > 15
+    assert answer.headers["x-streamed"] == dict(read_map(headers))["x-streamed"] == "changed"
