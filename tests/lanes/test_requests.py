@@ -295,10 +295,25 @@ def test_a_body_that_nobody_reads_passes_as_it_comes(slow: bool) -> None:  # noq
     assert (asked.errors, asked.response) == ([], None)
 
 
+def by_method(method: str) -> list[tuple[str, str]]:
+    return [(name, method if name == ":method" else value) for name, value in fields(x_kvreturn_a="1")]
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
 @pytest.mark.parametrize("body", [None, [BODY]])
-def test_requests_that_have_no_body_to_hide_something_in_are_left_alone(body: Sequence[bytes] | None) -> None:
-    of = fields(x_kvreturn_a="1")
+def test_requests_that_have_no_body_to_hide_something_in_are_left_alone(
+    method: str, body: Sequence[bytes] | None
+) -> None:
+    of = by_method(method)
     asked = Asked(of, body, lambda _: None, route="plain")
     assert (asked.sent, asked.calls, asked.errors, asked.response) == (of, [], [], None)
     assert asked.exchange.metadata == {}
     assert not asked.routed_anew
+
+
+@pytest.mark.parametrize(
+    ("method", "route"),
+    [("POST", "plain"), ("DELETE", "plain"), ("", "plain"), ("GET", "stored"), ("GET", "inference")],
+)
+def test_a_route_of_that_name_is_not_enough(method: str, route: str) -> None:
+    assert len(Asked(by_method(method), None, route=route).calls) == 1
