@@ -9,7 +9,7 @@ from kvreturn.core.address import split_address
 from kvreturn.doctor.context import OK, Answer, Context, pools
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 from kvreturn.envoy import names
-from kvreturn.envoy.lane_rules import has_scripts
+from kvreturn.envoy.scripts import has_scripts
 from kvreturn.envoy.lint import lint
 from kvreturn.envoy.ports import is_ip, reachable
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvreturn.envoy import lane_rules
+from kvreturn.envoy import lane_rules, unread_rules
 from kvreturn.envoy.reading import Doc, chains, clusters, endpoints, is_type, normalise
 from kvreturn.envoy.rules import RULES
 from kvreturn.envoy.subject import Subject
@@ -16,7 +16,7 @@ from kvreturn.settings.limits import Limits
 from kvreturn.settings.nodes import Prefill
 
 _OURS = "kvreturn"
-_RULES = RULES | lane_rules.RULES
+_RULES = RULES | unread_rules.RULES | lane_rules.RULES
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from kvreturn.envoy import names
+
 Doc = Mapping[str, Any]
 
 BODY_MODES = ("NONE", "STREAMED", "BUFFERED", "BUFFERED_PARTIAL", "FULL_DUPLEX_STREAMED", "GRPC")
@@ -118,10 +120,10 @@ class Chain:
     listener: Doc
     manager: Doc
 
-    @property
+    @cached_property
     def filters(self) -> list[Doc]:
-        """Its HTTP filters, in order."""
-        return list(self.manager.get("http_filters", []))
+        """Its HTTP filters, in order; one that is wrapped with a matcher as it is inside, with the `xds_matcher`."""
+        return [_unwrapped(f) for f in self.manager.get("http_filters", [])]
 
     @cached_property
     def routes(self) -> list[Route]:
@@ -190,6 +192,20 @@ def endpoints(cluster: Doc) -> list[str]:
     return found
 
 
+def override_hosts(cluster: Doc) -> Iterator[Doc]:
+    """A cluster's `override_host` policies."""
+    for policy in cluster.get("load_balancing_policy", {}).get("policies", []):
+        config = policy.get("typed_extension_config", {}).get("typed_config", {})
+        if is_type(config, "override_host.v3.OverrideHost"):
+            yield config
+
+
+def our_key(metadata: Doc) -> str | None:
+    """Which key of our namespace a MetadataKey is."""
+    path = [step.get("key") for step in metadata.get("path", [])]
+    return path[0] if metadata.get("key") == names.METADATA_NAMESPACE and len(path) == 1 else None
+
+
 def is_type(config: Doc, suffix: str) -> bool:
     """Whether a typed configuration is of a message type, given by the end of its name."""
     return str(config.get("@type", "")).endswith(f".{suffix}")
@@ -202,6 +218,15 @@ def seconds(duration: object, default: float) -> float:
 
 def _snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])[A-Z]", lambda m: f"_{m[0].lower()}", name) if name.isidentifier() else name
+
+
+def _unwrapped(http_filter: Doc) -> Doc:
+    """Routes know a filter by its outer name."""
+    config = http_filter.get("typed_config", {})
+    if not is_type(config, "common.matching.v3.ExtensionWithMatcher"):
+        return http_filter
+    inner = config.get("extension_config", {}).get("typed_config", {})
+    return {**http_filter, "typed_config": inner, "xds_matcher": config.get("xds_matcher", {})}
 
 
 def _enum(value: object, known: tuple[str, ...]) -> str:

@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterator
 
 from kvreturn.envoy import names
 from kvreturn.envoy.ports import may_be_several
-from kvreturn.envoy.reading import FULL_DUPLEX, Doc, Modes, endpoints, is_type, seconds
-from kvreturn.envoy.subject import Subject
-
-Finding = tuple[str, str]
-"""Path into the document; what is wrong, what it leads to, what to do."""
+from kvreturn.envoy.reading import FULL_DUPLEX, Doc, Modes, endpoints, is_type, our_key, override_hosts, seconds
+from kvreturn.envoy.scripts import request_seconds, routers
+from kvreturn.envoy.subject import Finding, Subject
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _RETRY_HEADERS = {
@@ -69,13 +67,16 @@ def _two_full_duplex(s: Subject) -> Iterator[Finding]:
 def _message_timeout(s: Subject) -> Iterator[Finding]:
     if all(m.request_body == FULL_DUPLEX for _, m in s.modes):
         return  # Envoy runs no timer there
-    timeout = seconds(s.config.get("message_timeout"), _ENVOY_MESSAGE_TIMEOUT)
-    if timeout < s.prefill_timeout + 1:
-        what = (
-            f"message_timeout is {timeout:g} s: the client gets 504 while the prefill leg runs; set it to at least "
-            f"{s.prefill_timeout + 1:g}s"
-        )
-        yield s.where, what
+    waits = [(s.where, "message_timeout", seconds(s.config.get("message_timeout"), _ENVOY_MESSAGE_TIMEOUT))]
+    if s.called:
+        waits = [(s.chain.where, "REQUEST_SECONDS in fast_lane.lua", request_seconds(script)) for script in s.called]
+    for where, name, timeout in waits:
+        if timeout < s.prefill_timeout + 1:
+            what = (
+                f"{name} is {timeout:g} s: the client gets 504 while the prefill leg runs; set it to at least "
+                f"{s.prefill_timeout + 1:g}s"
+            )
+            yield where, what
     idle = seconds(s.chain.manager.get("stream_idle_timeout"), _ENVOY_IDLE_TIMEOUT)
     if 0 < idle <= s.prefill_timeout:
         yield s.chain.where, f"stream_idle_timeout {idle:g} s ends the stream while the prefill leg runs; raise it"
@@ -105,7 +106,7 @@ def _static_full_duplex(s: Subject) -> Iterator[Finding]:
 
 @_rule("24-body-limit")
 def _body_limit(s: Subject) -> Iterator[Finding]:
-    if not any(m.request_body == "BUFFERED" for _, m in s.modes):
+    if not s.called and not any(m.request_body == "BUFFERED" for _, m in s.modes):
         return
     for route in s.routes:
         limit = route.body_limit(s.chain.listener)
@@ -164,13 +165,21 @@ def _router_retries(s: Subject) -> Iterator[Finding]:
 def _router_health(s: Subject) -> Iterator[Finding]:
     name = s.config.get("grpc_service", {}).get("envoy_grpc", {}).get("cluster_name", "")
     cluster = s.clusters.get(name, {})
-    checked = any("grpc_health_check" in check for check in cluster.get("health_checks", []))
-    if may_be_several(endpoints(cluster)) and not checked:
+    if not may_be_several(endpoints(cluster)):
+        return
+    if not any("grpc_health_check" in check for check in cluster.get("health_checks", [])):
         what = (
             "several routers and no grpc_health_check: a router that drains or has died keeps getting its share of "
             "streams, which fail; add one, and outlier_detection with consecutive_local_origin_failure"
         )
         yield f"clusters.{name}", what
+    for calls in (names.calls_of(router) for script in s.called for router in routers(script)):
+        if calls in s.clusters and not s.clusters[calls].get("health_checks"):
+            what = (
+                "several routers and no health check: the scripts keep calling one that drains or has died; add an "
+                f"http_health_check for {names.HEALTH_PATH}"
+            )
+            yield f"clusters.{calls}", what
 
 
 @_rule("p-readiness")
@@ -207,40 +216,6 @@ def _mutation_rules(s: Subject) -> Iterator[Finding]:
             yield s.where, f"mutation_rules.{key} matches {', '.join(hit)}: make it narrower"
 
 
-@_rule("31-unread-requests")
-def _unread_requests(s: Subject) -> Iterator[Finding]:
-    effect = "a client's own kv_transfer_params can reach a node"
-    if "grpc_service" not in s.config:
-        yield s.where, f"http_service sends no bodies: {effect}; use grpc_service"
-    for key in ("failure_mode_allow", "observability_mode", "disable_immediate_response"):
-        if s.config.get(key):
-            yield s.where, f"{key}: {effect} whenever the router fails or refuses; remove it"
-    for where, override in s.overrides:
-        if override.get("failure_mode_allow"):
-            yield where, f"failure_mode_allow: {effect} whenever the router fails; remove it"
-    for where, m in s.modes:
-        if m.request_header == "SKIP":
-            yield where, f"request_header_mode SKIP: {effect}; use SEND"
-        if m.request_body not in {"BUFFERED", "STREAMED", FULL_DUPLEX}:
-            yield where, f"request_body_mode {m.request_body}: {effect}; use BUFFERED"
-
-
-@_rule("31-other-way-in")
-def _other_way_in(s: Subject) -> Iterator[Finding]:
-    for chain in s.everything:
-        if chain is not s.chain and chain.local_only:
-            continue  # the router's own way to the nodes
-        for route in chain.routes:
-            unread = not any(route.passes(f) for f in chain.filters if f.get("name") == s.entry.get("name"))
-            unknown = route.action is not None and not route.clusters
-            if unread and not route.without_body and (route.clusters & s.guarded or unknown):
-                what = (
-                    "requests with a body reach the decode nodes without the router; restrict the route to GET, HEAD "
-                    "and OPTIONS, or enable the filter"
-                )
-                yield route.where, what
-
-
 @_rule("32-filter-order")
 def _filter_order(s: Subject) -> Iterator[Finding]:
     for index, http_filter in enumerate(s.chain.filters):
@@ -264,6 +239,8 @@ def _leaves_responses(decompressor: Doc) -> bool:
 
 @_rule("p-metadata")
 def _metadata(s: Subject) -> Iterator[Finding]:
+    if s.called:
+        return  # it is the script that sets metadata
     options = [(s.where, s.config.get("metadata_options", {}))]
     options += [(where, o["metadata_options"]) for where, o in s.overrides if "metadata_options" in o]
     for where, option in options:
@@ -283,7 +260,11 @@ def _node_choice(s: Subject) -> Iterator[Finding]:
         if cluster.get("type") == "ORIGINAL_DST":
             yield where, "ORIGINAL_DST connects to any address that a header names; use STATIC or STRICT_DNS"
         elif len(endpoints(cluster)) != 1:
-            read = {_read_by(source) for source in _override_sources(cluster)}
+            read = {
+                our_key(source.get("metadata", {}))
+                for policy in override_hosts(cluster)
+                for source in policy.get("override_host_sources", [])
+            }
             for key in sorted({s.node_key(r) for r in s.routes if name in r.clusters} - read):
                 what = (
                     f"no override_host policy that reads the metadata {names.METADATA_NAMESPACE}/{key}: "
@@ -310,34 +291,3 @@ def _response_headers(s: Subject) -> Iterator[Finding]:
             s.where,
             f"response_attributes lacks `{names.UPSTREAM_ADDRESS}`: the router cannot tell which node answered",
         )
-
-
-@_rule("p-stored-responses")
-def _stored_responses(s: Subject) -> Iterator[Finding]:
-    seen: set[int] = set()  # virtual hosts in which an earlier route has taken them
-    for route in s.chain.routes:
-        if not route.takes(names.STORED_RESPONSES) or id(route.host) in seen:
-            continue
-        if route.passes(s.entry):
-            if "headers" not in route.route["match"]:
-                seen.add(id(route.host))
-        elif route.clusters & s.guarded and s.node_key(route) == names.DECODE_NODE_KEY:
-            what = (
-                f"GET {names.STORED_RESPONSES}... reaches the decode nodes without the router, and a stored response "
-                "has its handle in it; put a route with that prefix before this one, with the filter"
-            )
-            yield route.where, what
-
-
-def _override_sources(cluster: Doc) -> Iterator[Doc]:
-    for policy in cluster.get("load_balancing_policy", {}).get("policies", []):
-        config = policy.get("typed_extension_config", {}).get("typed_config", {})
-        if is_type(config, "override_host.v3.OverrideHost"):
-            yield from config.get("override_host_sources", [])
-
-
-def _read_by(source: Doc) -> str | None:
-    """The key of ours that it reads."""
-    metadata = source.get("metadata", {})
-    path = [step.get("key") for step in metadata.get("path", [])]
-    return path[0] if metadata.get("key") == names.METADATA_NAMESPACE and len(path) == 1 else None

@@ -6,6 +6,10 @@ from functools import cached_property
 
 from kvreturn.envoy import names
 from kvreturn.envoy.reading import Chain, Doc, Modes, Route
+from kvreturn.envoy.scripts import calls, source, takes_requests
+
+Finding = tuple[str, str]
+"""Path into the document; what is wrong, what it leads to, what to do."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,27 @@ class Subject:
         return config
 
     @cached_property
+    def called(self) -> list[str]:
+        """The scripts behind the filter by which the router hears of requests, in place of the filter."""
+        return [source(f) for f in self.chain.filters[self.index + 1 :] if takes_requests(f)]
+
+    def reads(self, route: Route, chain: Chain | None = None) -> bool:
+        """Whether requests of a route come to the router, by a script or else by the filter.
+
+        Args:
+            route: one of the chain's.
+            chain: this filter's own one if it is None.
+        """
+        chain = chain or self.chain
+        by_script = calls(chain, route)
+        if by_script is not None:
+            return by_script
+        return any(route.passes(f) for f in chain.filters if f.get("name") == self.entry.get("name"))
+
+    @cached_property
     def routes(self) -> list[Route]:
-        """The routes to clusters on which the filter is at work."""
-        return [r for r in self.chain.routes if r.action is not None and r.passes(self.entry)]
+        """The routes to clusters of whose requests the router hears."""
+        return [r for r in self.chain.routes if r.action is not None and self.reads(r)]
 
     @cached_property
     def overrides(self) -> list[tuple[str, Doc]]:

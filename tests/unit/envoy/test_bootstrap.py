@@ -10,6 +10,7 @@ import yaml
 from kvreturn.config import SECRET_ENV, ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.envoy import bootstrap, protos
+from kvreturn.envoy.lanes import is_fast
 from kvreturn.envoy.lint import lint
 from kvreturn.envoy.names import EXT_PROC_FILTER
 from kvreturn.envoy.protos import (
@@ -19,9 +20,13 @@ from kvreturn.envoy.protos import (
     hcm_pb,
     http_pb,
     listener_pb,
+    matcher_pb,
+    matching_pb,
     override_host_pb,
     route_pb,
+    skip_pb,
 )
+from kvreturn.envoy.scripts import routers
 
 ROOT = Path(__file__).parents[3]
 POOLS = {"prefill": ["10.0.0.1:8000", "10.0.0.2:8000"], "decode": ["10.0.0.3:8000", "10.0.0.4:8000"]}
@@ -51,6 +56,10 @@ def ext_proc(made_of: Settings, name: str = "client") -> ext_proc_pb.ExternalPro
     config = next(f for f in manager(name, made_of).http_filters if f.name == EXT_PROC_FILTER).typed_config
     assert config
     message = config.unpack()
+    if isinstance(message, matching_pb.ExtensionWithMatcher):
+        assert message.extension_config
+        assert message.extension_config.typed_config
+        message = message.extension_config.typed_config.unpack()
     assert isinstance(message, ext_proc_pb.ExternalProcessor)
     return message
 
@@ -115,10 +124,65 @@ class TestExtProc:
         assert made.mutation_rules is None
         assert made.response_attributes == ["upstream.address"]
 
+    def test_sees_answers_only_where_a_script_takes_requests_and_none_that_the_script_takes_on(self) -> None:
+        made = ext_proc(settings())
+        assert made.processing_mode
+        assert made.processing_mode.request_header_mode == ext_proc_pb.ProcessingModeHeaderSendMode.SKIP
+        assert made.processing_mode.request_body_mode == ext_proc_pb.ProcessingModeBodySendMode.NONE
+        assert made.processing_mode.response_header_mode == ext_proc_pb.ProcessingModeHeaderSendMode.SEND
+        assert made.processing_mode.response_body_mode == ext_proc_pb.ProcessingModeBodySendMode.STREAMED
+        (config,) = (f.typed_config for f in manager("client", settings()).http_filters if f.name == EXT_PROC_FILTER)
+        assert config
+        wrapped = config.unpack()
+        assert isinstance(wrapped, matching_pb.ExtensionWithMatcher)
+        assert wrapped.xds_matcher
+        assert wrapped.xds_matcher.matcher_list
+        (rule,) = wrapped.xds_matcher.matcher_list.matchers
+        assert rule.predicate
+        assert rule.predicate.single_predicate
+        found = rule.predicate.single_predicate
+        assert found.input
+        assert found.input.typed_config
+        assert found.input.typed_config.unpack() == matcher_pb.HttpResponseHeaderMatchInput(
+            header_name="x-kvreturn-passes"
+        )
+        assert found.value_match
+        assert found.value_match.exact == "1"
+        assert rule.on_match
+        assert rule.on_match.action
+        assert rule.on_match.action.typed_config
+        assert isinstance(rule.on_match.action.typed_config.unpack(), skip_pb.SkipFilter)
+
 
 class TestListeners:
+    @pytest.mark.parametrize(
+        ("made_of", "scripts"),
+        [
+            (settings(), True),
+            (settings(workers=3, store={"url": "redis://h"}, secret="s"), True),
+            (settings(envoy={"routers": ["10.0.0.9:9090", "unix:/r", "localhost:9090"]}), True),
+            (settings(envoy={"routers": ["10.0.0.9:9090", "kvreturn-router:9090"]}), False),
+            (settings(listen="router:9090"), False),
+            (settings(envoy={"lane": "portable"}), False),
+        ],
+    )
+    def test_scripts_take_turns_where_envoy_can_tell_the_routers_apart(
+        self, made_of: Settings, *, scripts: bool
+    ) -> None:
+        assert is_fast(made_of) is scripts
+        found = [f.name.rpartition(".")[2] for f in manager("client", made_of).http_filters]
+        whole = ["health_check", "lua", "ext_proc", "lua", "router"]
+        assert found == (whole if scripts else ["health_check", "ext_proc", "lua", "router"])
+
+    def test_the_script_tells_requests_of_routes_that_it_knows_by_name(self) -> None:
+        assert [(r.name, dict(r.typed_per_filter_config)) for r in routes(manager("client", settings()))] == [
+            ("stored", {}),
+            ("plain", {}),
+            ("inference", {}),
+        ]
+
     def test_only_methods_without_a_body_go_past_the_router_and_not_where_a_handle_may_be(self) -> None:
-        stored, plain, inference = routes(manager("client", settings()))
+        stored, plain, inference = routes(manager("client", settings(envoy={"lane": "portable"})))
         assert stored.match
         assert stored.match.prefix == "/v1/responses/"
         assert not stored.typed_per_filter_config
@@ -171,9 +235,10 @@ class TestListeners:
         said = ext_proc(made_of, name).grpc_service
         assert said
         assert [(h.key, h.value) for h in said.initial_metadata] == [("x-kvreturn-role", role)]
-        without = ext_proc(made_of).grpc_service
-        assert without
-        assert without.initial_metadata == []
+        for lane, words in (("portable", []), ("fast", [("x-kvreturn-to", "%DYNAMIC_METADATA(kvreturn:router)%")])):
+            client = ext_proc(settings(envoy={"lane": lane, "orchestrated": {}})).grpc_service
+            assert client
+            assert [(h.key, h.value) for h in client.initial_metadata] == words
 
     def test_localhost_becomes_an_address(self) -> None:
         address = listener("client", settings(envoy={"listen": "localhost:8000"})).address
@@ -313,6 +378,70 @@ class TestText:
         expected = bootstrap.render(load_settings(ROOT / "examples" / config, {}))
         hint = f"run: kvreturn envoy-config --config examples/{config} -o envoy/{shipped}"
         assert (ROOT / "envoy" / shipped).read_text() == expected, hint
+
+
+class TestCalls:
+    """How the scripts reach the routers, each alone."""
+
+    @pytest.mark.parametrize(
+        ("members", "reached"),
+        [
+            ({}, {"127.0.0.1:9090": "127.0.0.1 8990"}),
+            ({"listen": "0.0.0.0:9090"}, {"127.0.0.1:9090": "127.0.0.1 8990"}),
+            ({"listen": "localhost:9090"}, {"127.0.0.1:9090": "localhost 8990"}),
+            ({"listen": "[::]:9090", "calls": "[::]:7"}, {"[::1]:9090": "::1 7"}),
+            ({"listen": "unix:/run/k"}, {"/run/k": "/run/k.calls"}),
+            (
+                {"calls": "127.0.0.1:8000", "envoy": {"routers": ["10.0.0.8:9090", "10.0.0.9:9091"]}},
+                {"10.0.0.8:9090": "10.0.0.8 8000", "10.0.0.9:9091": "10.0.0.9 8001"},
+            ),
+            (
+                {"workers": 2, "store": {"url": "redis://h"}, "secret": "s"},
+                {"127.0.0.1:9090": "127.0.0.1 8990", "127.0.0.1:9092": "127.0.0.1 8992"},
+            ),
+        ],
+    )
+    def test_each_router_has_a_cluster_for_them_and_one_for_the_log(
+        self, members: Json, reached: dict[str, str]
+    ) -> None:
+        members = {**members, "envoy": {"listen": "127.0.0.1:1", **members.get("envoy", {})}}
+        made_of = settings(**members)
+        document = bootstrap.to_dict(bootstrap.build(made_of))
+        assert lint(document) == []
+        named = [c["name"] for c in document["static_resources"]["clusters"] if "@" in c["name"]]
+        assert named == [f"kvreturn_{kind}@{router}" for router in reached for kind in ("calls", "router")]
+        for router, address in reached.items():
+            assert hosts(cluster(f"kvreturn_calls@{router}", made_of)) == [address]
+            alone = cluster(f"kvreturn_router@{router}", made_of)
+            assert len(hosts(alone)) == 1
+            assert alone.load_assignment
+            assert alone.load_assignment.cluster_name == alone.name
+        (script,) = (
+            f["typed_config"]["default_source_code"]["inline_string"]
+            for f in document["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"][
+                "http_filters"
+            ]
+            if "Answer" in str(f)
+        )
+        assert routers(script) == list(reached)
+
+    @pytest.mark.parametrize(("several", "checked"), [([], 0), (["10.0.0.8:9090", "10.0.0.9:9090"], 1)])
+    def test_one_that_drains_is_called_only_where_there_is_no_other(self, several: list[str], checked: int) -> None:
+        made_of = settings(envoy={"routers": several})
+        (name,) = [f"kvreturn_calls@{r}" for r in (several or ["127.0.0.1:9090"])[:1]]
+        checks = cluster(name, made_of).health_checks
+        assert [c.http_health_check and c.http_health_check.path for c in checks] == ["/kvreturn/health"] * checked
+
+    def test_an_answer_goes_to_the_router_that_has_its_turn(self) -> None:
+        made_of = settings(envoy={"routers": ["10.0.0.8:9090", "10.0.0.9:9090"]})
+        policy = cluster("kvreturn_router", made_of).load_balancing_policy
+        assert policy
+        extension = policy.policies[0].typed_extension_config
+        assert extension
+        assert extension.typed_config
+        config = extension.typed_config.unpack()
+        assert isinstance(config, override_host_pb.OverrideHost)
+        assert [source.header for source in config.override_host_sources] == ["x-kvreturn-to"]
 
 
 def test_with_endpoints_from_a_router_no_node_stands_in_it_and_no_rule_is_broken() -> None:

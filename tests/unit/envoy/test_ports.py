@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvreturn.envoy.ports import unavailable
+from kvreturn.envoy.ports import are_told_apart, unavailable
 
 
 @pytest.fixture
@@ -52,3 +52,17 @@ def test_a_unix_socket_is_taken_only_while_somebody_listens(tmp_path: Path) -> N
         ]
     assert (tmp_path / "s").exists()
     assert unavailable({"listen": listen}) == []
+
+
+@pytest.mark.parametrize(
+    ("listens", "apart"),
+    [
+        (["127.0.0.1:1"], True),
+        (["localhost:1", "[fd00::1]:1", "unix:/run/router"], True),
+        (["router:1"], False),  # a headless Service has all routers under one name
+        (["127.0.0.1:1", "router-0.routers:1"], False),
+        ([], True),
+    ],
+)
+def test_servers_are_told_apart_by_addresses_and_not_by_names(listens: list[str], *, apart: bool) -> None:
+    assert are_told_apart(listens) is apart
