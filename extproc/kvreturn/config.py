@@ -119,8 +119,16 @@ class Settings(Section):
     def _calls_go_where_listen_does(self) -> Self:
         if self.calls and self.calls.startswith("unix:") != self.listen.startswith("unix:"):
             raise ValueError(f"calls: {self.calls}: it must be a port if `listen` is one, and a Unix socket if that is")
-        for listen in self.routers():
-            self.calls_of(listen)
+        try:
+            for listen in self.routers():
+                self.calls_of(listen)
+        except ValueError as e:
+            raise ValueError(f"calls, envoy.routers: {e}") from None
+        if self.calls and self.calls != self.calls_of(self.listen):
+            raise ValueError(
+                f"calls: {self.calls}: with envoy.routers, which have theirs as far from their `listen`, Envoy looks "
+                f"for it at {self.calls_of(self.listen)}; take that, or leave it unset"
+            )
         return self
 
     @model_validator(mode="after")

@@ -173,6 +173,14 @@ def test_a_time_is_a_positive_number_of_seconds(tmp_path: Path, name: str, value
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("admin: 127.0.0.1:8990\n", "4: calls and admin: both are 127.0.0.1:8990"),
+        ("calls: 127.0.0.1:9090\n", "4: listen and calls: both are 127.0.0.1:9090"),
+        ("envoy: {admin: 127.0.0.1:8990}\n", "4: calls and envoy.admin: both are 127.0.0.1:8990"),
+        ("listen: unix:/r\ncalls: unix:/r\n", "5: listen and calls: both are unix:/r"),
+        (
+            "workers: 2\nsecret: s\nstore: {url: 'redis://a'}\nadmin: 127.0.0.1:8992\n",
+            "7: admin and calls of worker 1: both are 127.0.0.1:8992",
+        ),
         ("admin: 127.0.0.1:9090\n", "4: listen and admin: both are 127.0.0.1:9090"),
         ("listen: 127.0.0.1:9091\n", "4: listen and admin: both are 127.0.0.1:9091"),
         ("proof: connector\nenvoy: {listen: 127.0.0.1:9090}\n", "5: listen and envoy.listen: both are 127.0.0.1:9090"),
@@ -197,6 +205,68 @@ def test_a_time_is_a_positive_number_of_seconds(tmp_path: Path, name: str, value
 )
 def test_no_two_servers_share_an_address(tmp_path: Path, text: str, told: str) -> None:
     assert errors(tmp_path, POOLS + text) == [f"FILE:{told}; give each its own"]
+
+
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [
+        ("", "127.0.0.1:8990"),
+        ("listen: '[::1]:9190'\n", "[::1]:9090"),
+        ("listen: 127.0.0.1:100\nadmin: null\n", "127.0.0.1:200"),  # there is no port 0
+        ("listen: unix:/run/k.sock\n", "unix:/run/k.sock.calls"),
+        ("calls: 0.0.0.0:7\n", "0.0.0.0:7"),
+        ("listen: unix:/run/k.sock\ncalls: unix:/run/c.sock\n", "unix:/run/c.sock"),
+        ("calls: 127.0.0.1:8880\nenvoy: {routers: ['10.0.0.9:9090']}\n", "127.0.0.1:8880"),
+        ("listen: unix:/k\nenvoy: {routers: ['unix:/k', 'unix:/l']}\n", "unix:/k.calls"),
+    ],
+)
+def test_a_router_is_called_100_ports_below_its_listen_unless_the_settings_say_where(
+    tmp_path: Path, text: str, there: str
+) -> None:
+    settings = load(tmp_path, POOLS + text)
+    assert settings.calls_listen == settings.worker(0).calls_listen == settings.listens()["calls"] == there
+
+
+@pytest.mark.parametrize(
+    ("text", "there"),
+    [
+        ("", ["10.0.0.8:8990", "10.0.0.9:8991"]),
+        ("calls: 127.0.0.1:9590\n", ["10.0.0.8:9590", "10.0.0.9:9591"]),
+        ("listen: 10.0.0.9:9091\nadmin: null\ncalls: 10.0.0.9:9081\n", ["10.0.0.8:9080", "10.0.0.9:9081"]),
+    ],
+)
+def test_other_routers_are_called_as_far_from_their_listen(tmp_path: Path, text: str, there: list[str]) -> None:
+    routers = ["10.0.0.8:9090", "10.0.0.9:9091"]
+    settings = load(tmp_path, POOLS + text + f"envoy: {{routers: {routers}}}\n")
+    assert [settings.calls_of(r) for r in routers] == there
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "told"),
+    [
+        ("calls: unix:/c\n", 4, "calls: unix:/c: it must be a port if `listen` is one, and a Unix socket if that is"),
+        ("listen: unix:/k\ncalls: 127.0.0.1:5\n", 5, "calls: 127.0.0.1:5: it must be a port if"),
+        ("calls: 127.0.0.1\n", 4, "calls: '127.0.0.1' is no host:port"),
+        (
+            "calls: 127.0.0.1:65000\nenvoy: {routers: ['10.0.0.9:60000']}\n",
+            5,
+            "calls, envoy.routers: there is no port 55910 from 10.0.0.9:60000; choose another one",
+        ),
+        (
+            "listen: unix:/k\ncalls: unix:/c\nenvoy: {routers: ['unix:/k', 'unix:/l']}\n",
+            5,
+            "calls: unix:/c: with envoy.routers, which have theirs as far from their `listen`, Envoy looks for it at ",
+        ),
+        (
+            "listen: 0.0.0.0:9090\ncalls: 127.0.0.1:8990\nenvoy: {routers: ['10.0.0.9:9090']}\n",
+            5,
+            "calls: 127.0.0.1:8990: with envoy.routers, which have theirs as far from their `listen`, Envoy looks for ",
+        ),
+    ],
+)
+def test_where_a_router_cannot_be_called_is_told(tmp_path: Path, text: str, line: int, told: str) -> None:
+    (error,) = errors(tmp_path, POOLS + text)
+    assert error.startswith(f"FILE:{line}: {told}")
 
 
 SHARED = "secret: s\nstore: {url: 'redis://a'}\n"
@@ -232,6 +302,14 @@ def test_each_worker_has_its_own_addresses(
     workers = [settings.worker(i) for i in range(3)]
     assert [w.listen for w in workers] == listens == settings.router_listens()
     assert [w.admin for w in workers] == admins
+    assert [w.calls_listen for w in workers] == [settings.calls_of(listen) for listen in listens]
+
+
+def test_workers_are_called_two_ports_apart(tmp_path: Path) -> None:
+    settings = load(tmp_path, POOLS + SHARED + "workers: 3\ncalls: 127.0.0.1:7000\n")
+    assert [settings.worker(i).calls_listen for i in range(3)] == [f"127.0.0.1:{port}" for port in (7000, 7002, 7004)]
+    unset = load(tmp_path, POOLS + SHARED + "workers: 2\nlisten: unix:/k\n")
+    assert [unset.worker(i).calls_listen for i in range(2)] == ["unix:/k.calls", "unix:/k.1.calls"]
 
 
 def test_a_port_for_each_worker_must_exist(tmp_path: Path) -> None:
