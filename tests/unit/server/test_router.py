@@ -217,7 +217,7 @@ async def test_fr127_a_handler_that_aborts_is_waited_for(
     config = settings(listen=listen, pools={"prefill": [node.address], "decode": [DECODE]}, drain_timeout=0.3)
     async with channel(listen) as c:
         async with running(config) as router:
-            plain = router._service._serve
+            plain = router._service._take
 
             async def aborts(*args: object) -> None:
                 try:
@@ -226,10 +226,10 @@ async def test_fr127_a_handler_that_aborts_is_waited_for(
                     await asyncio.sleep(0.3)
                     closed.append(True)
 
-            monkeypatch.setattr(router._service, "_serve", aborts)
+            monkeypatch.setattr(router._service, "_take", aborts)
             stream = GrpcStream(c)
             await stream.send(request_headers())
             with pytest.raises(StreamError):
                 await stream.receive()
-            monkeypatch.setattr(router._service, "_serve", plain)
+            monkeypatch.setattr(router._service, "_take", plain)
         assert closed == [True]
