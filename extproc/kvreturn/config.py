@@ -120,10 +120,14 @@ class Settings(Section):
         if self.calls and self.calls.startswith("unix:") != self.listen.startswith("unix:"):
             raise ValueError(f"calls: {self.calls}: it must be a port if `listen` is one, and a Unix socket if that is")
         try:
-            for listen in self.routers():
-                self.calls_of(listen)
+            called = [self.calls_of(listen) for listen in self.routers()]
         except ValueError as e:
             raise ValueError(f"calls, envoy.routers: {e}") from None
+        for both in set(called) & set(self.routers()):
+            raise ValueError(
+                f"calls, envoy.routers: {both} is where one router listens and another one is called; choose ports "
+                "that are further apart, or nearer"
+            )
         if self.calls and self.calls != self.calls_of(self.listen):
             raise ValueError(
                 f"calls: {self.calls}: with envoy.routers, which have theirs as far from their `listen`, Envoy looks "

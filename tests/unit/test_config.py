@@ -253,6 +253,11 @@ def test_other_routers_are_called_as_far_from_their_listen(tmp_path: Path, text:
             "calls, envoy.routers: there is no port 55910 from 10.0.0.9:60000; choose another one",
         ),
         (
+            "envoy: {routers: ['127.0.0.1:9190', '127.0.0.1:9090']}\n",
+            4,
+            "calls, envoy.routers: 127.0.0.1:9090 is where one router listens and another one is called; choose ",
+        ),
+        (
             "listen: unix:/k\ncalls: unix:/c\nenvoy: {routers: ['unix:/k', 'unix:/l']}\n",
             5,
             "calls: unix:/c: with envoy.routers, which have theirs as far from their `listen`, Envoy looks for it at ",

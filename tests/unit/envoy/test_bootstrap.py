@@ -424,6 +424,7 @@ class TestCalls:
             if "Answer" in str(f)
         )
         assert routers(script) == list(reached)
+        assert f"local EVENT_BYTES = {made_of.limits.event_bytes}\n" in script
 
     @pytest.mark.parametrize(("several", "checked"), [([], 0), (["10.0.0.8:9090", "10.0.0.9:9090"], 1)])
     def test_one_that_drains_is_called_only_where_there_is_no_other(self, several: list[str], checked: int) -> None:
@@ -458,8 +459,9 @@ def test_with_endpoints_from_a_router_no_node_stands_in_it_and_no_rule_is_broken
 def test_the_two_routers_of_the_example_share_all_but_where_they_listen() -> None:
     a, b = (load_settings(ROOT / f"examples/two-routers/{name}.yaml", {SECRET_ENV: "s"}) for name in "ab")
     assert bootstrap.render(a) == bootstrap.render(b)
+    assert lint(yaml.safe_load(bootstrap.render(a))) == []
     assert a.envoy.routers == [a.listen, b.listen]
-    assert len({*a.listens().values(), *b.listens().values()}) == len(a.listens()) + 2
+    assert len({*a.listens().values(), *b.listens().values()}) == len(a.listens()) + 3
     assert a == b.model_copy(update={"listen": a.listen, "admin": a.admin})
 
 
