@@ -53,6 +53,7 @@ class FastExchange(Exchange):
         self._forward_only = False  # the request is over: what is refused now is an answer, by ext_proc
         self.name = ""
         self._apart = False  # no stream or call is under way, but the exchange is
+        self._closed = False
         self._next = 1  # number of the part that is awaited
         self._parts = asyncio.Condition()
 
@@ -115,7 +116,8 @@ class FastExchange(Exchange):
 
     def close(self) -> None:
         """See `Exchange.close`: while it is apart, what else ends is not the exchange."""
-        if not self._apart:
+        if not (self._apart or self._closed):
+            self._closed = True
             self._lane.forget(self.name)
             super().close()
 
@@ -163,7 +165,7 @@ class FastExchange(Exchange):
 
     def ended(self, status: int) -> None:
         """Envoy is through with it, and has answered the client with this status, 0 if with none."""
-        if status and self._response is None:
+        if status and self._record and self._response is None:
             self._answer_begins(Begun(status, 0.0, None))
 
     def _answer_begins(self, begun: Begun) -> None:
@@ -344,9 +346,13 @@ class FastLane:
         return StreamAccessLogsResponse()
 
     def _doubt(self) -> None:
-        """An Envoy may be gone, and its turns with it: those of which no part comes soon."""
+        """An Envoy may be gone, and its turns with it: those of which no more parts come soon.
+
+        Not those of which none has come: an answer that no script takes on may be long in coming.
+        """
         for name in self._passing:
-            self._expect(name, _SILENT)
+            if self.named[name].answering:
+                self._expect(name, _SILENT)
 
     async def _read_logs(self, messages: AsyncIterator[StreamAccessLogsMessage]) -> None:
         loop = asyncio.get_running_loop()
