@@ -1,114 +1,83 @@
-"""The fast lane, router side: turns whose answers are told of in parts."""
+"""The fast lane, router side: answers in parts, answers by ext_proc, and the ends of which only Envoy's log tells."""
 
 import asyncio
-from typing import Any, NoReturn
+import contextlib
+import gzip
+import json
+from collections.abc import AsyncIterator
+from typing import Any
 
-import grpc
 import pytest
-from kvreturn.server.own_cluster import own_cluster
 
-from kvreturn._proto.envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
-from kvreturn.config import Settings
-from kvreturn.envoy import names
 from kvreturn.server import fast
-from kvreturn.server.fast import FastLane
-from kvreturn.server.part import Part
-from support.extproc import ALL_MODES, Envoy, Mode, Modes, Request, Response, body_message, headers_message
-from support.harness import DECODE, Harness, settings
-from support.nodes import carried_handle, chat, decode_events, handle
+from kvreturn.server.part import Begun, Part
+from support.calls import Answered, Log, Script, calling, left
+from support.events import response_events
+from support.extproc import Modes, Request, Response, headers_message
+from support.harness import DECODE, Harness, harness, settings, until
+from support.nodes import StubPrefill, carried_handle, chat, decode_body, decode_events, handle
+from support.streams import LocalStream
+from support.turns import compact
 
 EVENTS = decode_events(params=handle())
 TEXT = b"".join(EVENTS)
-BUFFERED = Modes(request=Mode.BUFFERED, response=Mode.STREAMED)
-SSE = {":status": "200", "content-type": "text/event-stream"}
-
-
-class Context:
-    """Of a call of the script."""
-
-    def __init__(self, name: str, about: str) -> None:
-        self._metadata = (("x-kvreturn-turn", name), ("x-kvreturn-part", about))
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return self._metadata
-
-    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
-        raise grpc.aio.AbortError(code, details)
-
-
-def harness(**changes: Any) -> Harness:  # noqa: ANN401 - settings as YAML has them
-    return Harness(settings(envoy={"lane": "fast"}, **changes))
-
-
-def raw(text: bytes) -> bytes:
-    """Packed, as the script does it where there is nothing to pack."""
-    return b"raw %d\n%b" % (len(text), text)
-
-
-async def call(router: Harness, name: str, about: str, text: bytes) -> bytes:
-    context: Any = Context(name, about)
-    return await router.service.fast.part(raw(text), context)
+SSE = {"content-type": "text/event-stream"}
+JSON = {"content-type": "application/json"}
+NODE = "10.0.0.4:8200"  # Envoy may take another one than the router has named
+BEGUN = f"200,0,{DECODE}"
 
 
 class Turn:
-    """A turn on its way to the fast lane."""
+    """A turn of which a script tells.
 
-    def __init__(self, router: Harness, *contents: str, **members: Any) -> None:  # noqa: ANN401 - JSON
-        self._router = router
-        self.envoy = router.envoy(BUFFERED)
-        self._request = chat(*contents, **{"stream": True, **members})
+    Attributes:
+        router: that it tells.
+        script: that tells.
+        name: of the turn; empty until the router has given it one.
+        meta: all that the router has told Envoy.
+    """
+
+    def __init__(self, router: Harness, script: Script) -> None:
+        self.router = router
+        self.script = script
         self.name = ""
+        self.meta: dict[str, str] = {}
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        """What the router has told Envoy with the request."""
-        told: dict[str, str] = {}
-        for answer in self.envoy.answers:
-            fields = answer.dynamic_metadata.fields["kvreturn"].struct_value.fields
-            told |= {key: value.string_value for key, value in fields.items()}
-        return told
-
-    async def begin(self) -> "Turn":
+    async def begin(self, *contents: str, **members: Any) -> "Turn":  # noqa: ANN401 - JSON
         """Up to the request's way to D."""
-        await self.envoy.request(Request(pieces=[self._request]))
-        self.name = self.metadata.get("turn", "")
+        body = chat(*(contents or ("Hi",)), **{"stream": True, **members})
+        told = await self.script.request(Request(pieces=[body]))
+        assert told.status is None
+        self.meta, self.name = told.meta, told.meta["turn"]
         return self
 
-    @property
-    def prefill_body(self) -> bytes:
-        """What P was asked."""
-        return self._router.asks[-1].body
+    async def tell(self, about: str, text: bytes = b"") -> int:
+        return await self.script.part(self.name, about, text)
 
-    async def enter(self, lane: str | None = None) -> Any:  # noqa: ANN401 - a message
-        """The answer's headers; what the router says to them."""
-        message = headers_message("response", SSE, node=DECODE)
-        message.metadata_context.filter_metadata["kvreturn"].update({"lane": self.name if lane is None else lane})
-        stream = self.envoy._stream
-        await stream.send(message)
-        return await stream.receive()
 
-    async def over(self) -> bool:
-        """Whether the router ends the stream, with OK."""
-        return await self.envoy._stream.receive() is None
-
-    async def tell(self, about: str, text: bytes) -> bytes:
-        return await call(self._router, self.name, about, text)
+@contextlib.asynccontextmanager
+async def turning(**changes: Any) -> AsyncIterator[Turn]:  # noqa: ANN401 - settings as YAML has them
+    """A turn that is still to begin, and a router that counts nothing more when all is over."""
+    router = harness(**changes)
+    async with calling(router) as script:
+        yield Turn(router, script)
+    assert left(router) == []
 
 
 async def test_a_turn_in_the_fast_lane_ends_as_in_the_other() -> None:
     seen = []
     for lane in ("portable", "fast"):
         router = Harness(settings(envoy={"lane": lane}))
-        for contents in (("Hi",), ("Hi", "Good morning", "And?")):
-            if lane == "portable":
-                await router.turn(*contents, stream=True, modes=BUFFERED)
-                continue
-            turn = await Turn(router, *contents).begin()
-            await turn.enter()
-            assert await turn.over()
-            await turn.tell("1 0", TEXT[:-14])
-            assert router.handles == 1  # before the client has the end
-            await turn.tell("2 1", TEXT[-14:])
+        async with calling(router) as script:
+            for contents in (("Hi",), ("Hi", "Good morning", "And?")):
+                if lane == "portable":
+                    await router.turn(*contents, stream=True)
+                    continue
+                turn = await Turn(router, script).begin(*contents)
+                assert await turn.tell(f"1 0 {BEGUN}", TEXT[:-14]) == 200
+                assert router.handles == 1  # before the client has the end
+                assert await turn.tell("2 1", TEXT[-14:]) == 200
+        assert left(router) == []
         pages = [line for line in router.world.metrics.expose().decode().splitlines() if _counts(line)]
         seen.append((router.outcomes(), router.handles, router.records, pages))
     assert seen[0] == seen[1]
@@ -121,268 +90,420 @@ def _counts(line: str) -> bool:
     return not line.startswith("#") and not any(w in line for w in others)
 
 
-async def test_the_router_lets_go_of_the_answer_at_its_headers() -> None:
-    turn = await Turn(harness(), "Hi").begin()
-    answer = await turn.enter()
-    assert answer.mode_override.response_body_mode == Mode.NONE
-    assert "content-length" in answer.response_headers.response.header_mutation.remove_headers
-    assert await turn.over()
+async def test_the_lane_of_a_turn_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with turning() as turn:
+        await turn.begin()
+        assert turn.router.metric("live_streams") == 1  # between its call and its first part, too
+        await turn.tell(f"1 1 {BEGUN}", TEXT)
+        assert " lane=fast " in caplog.text
+        assert turn.router.metric("answers_streamed_total", lane="fast") == 1
+        assert not turn.router.world.warnings
 
 
-async def test_names_are_secrets_of_their_own() -> None:
-    router = harness()
-    names = [(await Turn(router, "Hi").begin()).name for _ in range(3)]
-    assert len(set(names)) == 3
-    assert all(len(name) == 32 for name in names)
+@pytest.mark.parametrize(("told", "kept"), [(NODE, NODE), ("", DECODE)], ids=["another one", "the named one"])
+async def test_the_node_that_envoy_has_chosen_keeps_the_turn(told: str, kept: str) -> None:
+    async with turning(pools={"prefill": ["10.0.0.1:8100"], "decode": [DECODE, NODE]}) as turn:
+        await turn.begin()
+        assert turn.meta["decode_node"] == DECODE
+        await turn.tell(f"1 1 200,0,{told}", TEXT)
+        again = await Turn(turn.router, turn.script).begin("Hi", "Good morning", "And?")
+        assert again.meta["decode_node"] == kept
+        turn.router.service.fast.leave(again.name)
 
 
-@pytest.mark.parametrize("claim", ["", "1" * 32], ids=["none", "another turn's"])
-async def test_without_the_scripts_word_the_answer_goes_through_the_router(claim: str) -> None:
-    router = harness()
-    turn = await Turn(router, "Hi").begin()
-    answer = await turn.enter(claim)
-    assert not answer.HasField("mode_override")
-    await turn.envoy._stream.send(body_message("response", TEXT, end=True))
-    passed = await turn.envoy._stream.receive()
-    assert passed
-    assert b"kv_transfer_params" not in passed.response_body.response.body_mutation.body
-    assert router.handles == 1
-    await turn.envoy.finish()
-    with pytest.raises(grpc.aio.AbortError):  # the name is of no use when the exchange is over
-        await turn.tell("1 1", TEXT)
-
-
-@pytest.mark.parametrize(
-    ("modes", "request_"),
-    [
-        *((m, {"stream": True}) for m in ALL_MODES if m.response == Mode.FULL_DUPLEX_STREAMED),
-        (BUFFERED, {"stream": False}),
-    ],
-    ids=str,
-)
-async def test_other_turns_are_not_named(modes: Modes, request_: dict[str, bool]) -> None:
-    router = harness()
-    envoy: Envoy = router.envoy(modes)
-    await envoy.request(Request(pieces=[chat("Hi", **request_)]))
-    assert not any("turn" in a.dynamic_metadata.fields["kvreturn"].struct_value for a in envoy.answers)
-
-
-async def test_parts_may_overtake_one_another_and_the_headers() -> None:
-    router = harness()
-    turn = await Turn(router, "Hi").begin()
-    parts = [asyncio.create_task(turn.tell(f"{i} {int(i == 3)}", e)) for i, e in ((3, EVENTS[-1]), (2, EVENTS[-2]))]
-    parts.append(asyncio.create_task(turn.tell("1 0", b"".join(EVENTS[:-2]))))
-    await asyncio.sleep(0)
-    assert router.records == 0
-    await turn.enter()
-    await asyncio.gather(*parts)
-    assert (router.handles, router.outcomes()) == (1, {"first_turn": 1})
+async def test_parts_may_overtake_one_another() -> None:
+    async with turning() as turn:
+        await turn.begin()
+        late = [asyncio.create_task(turn.tell("3 1", EVENTS[-1])), asyncio.create_task(turn.tell("2 0", EVENTS[-2]))]
+        await until(lambda: len(turn.router.service.fast._working) == 2)
+        assert turn.router.records == 0
+        assert await turn.tell(f"1 0 {BEGUN}", b"".join(EVENTS[:-2])) == 200
+        assert await asyncio.gather(*late) == [200, 200]
+        assert (turn.router.handles, turn.router.outcomes()) == (1, {"first_turn": 1})
 
 
 async def test_a_turn_of_which_a_part_is_lost_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "_OVERTAKEN", 0.01)
-    router = harness()
-    turn = await Turn(router, "Hi").begin()
-    await turn.enter()
-    await turn.tell("2 1", EVENTS[-2] + EVENTS[-1])
-    assert (router.records, router.outcomes()) == (0, {"first_turn": 1})
-    assert router.world.admission.live == 0
+    async with turning() as turn:
+        await turn.begin()
+        await turn.tell(f"1 0 {BEGUN}", EVENTS[0])
+        await turn.tell("3 1", EVENTS[-2] + EVENTS[-1])
+        assert (turn.router.records, turn.router.outcomes()) == (0, {"first_turn": 1})
+        assert turn.router.metric("turns_incomplete_total") == 1
 
 
 @pytest.mark.parametrize("name", ["", "0" * 32], ids=["none", "unknown"])
 async def test_who_does_not_know_the_name_can_tell_nothing(name: str) -> None:
-    router = harness()
-    await (await Turn(router, "Hi").begin()).enter()
-    with pytest.raises(grpc.aio.AbortError) as refused:
-        await call(router, name, "1 1", TEXT)
-    assert refused.value.args[0] == grpc.StatusCode.NOT_FOUND
-    assert router.records == 0
+    async with turning() as turn:
+        await turn.begin()
+        assert await turn.script.part(name, f"1 1 {BEGUN}", TEXT) == 404
+        assert turn.router.records == 0
+        turn.router.service.fast.leave(turn.name)
 
 
 async def test_a_part_that_comes_twice_counts_once() -> None:
-    router = harness()
-    turn = await Turn(router, "Hi").begin()
-    await turn.enter()
-    half = len(TEXT) // 2
-    for about, text in (("1 0", TEXT[:half]), ("1 0", TEXT[:half]), ("2 1", TEXT[half:])):
-        await turn.tell(about, text)
-    assert router.handles == 1
-    assert carried_handle((await Turn(router, "Hi", "Good morning", "And?").begin()).prefill_body) == handle()
-
-
-@pytest.mark.parametrize(
-    ("headers", "said"),
-    [
-        ({}, True),
-        ({"content-type": "application/json"}, False),
-        ({"content-encoding": "identity"}, False),
-        ({"trailer": "x"}, False),
-    ],
-    ids=str,
-)
-async def test_an_envoy_without_scripts_is_told_of_once_and_its_streams_take_the_portable_lane(
-    headers: dict[str, str],
-    said: bool,  # noqa: FBT001
-) -> None:
-    router = harness()
-    for _ in range(2):
-        answer = {"content-type": "text/event-stream", "transfer-encoding": "chunked", **headers}
-        await router.play(
-            Request(pieces=[chat("Hi", stream=True)]), Response(decode_events(), headers=answer), BUFFERED
-        )
-    assert [w for w in router.world.warnings if "has no scripts" in w] == router.world.warnings[: int(said)]
-    streamed = router.metric("answers_streamed_total", lane="portable")
-    assert streamed == (0 if "application/json" in headers.values() else 2)
-
-
-async def test_the_lane_of_a_turn_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    router = harness()
-    turn = await Turn(router, "Hi").begin()
-    await turn.enter()
-    await turn.tell("1 1", TEXT)
-    assert " lane=fast " in caplog.text
-    assert router.metric("answers_streamed_total", lane="fast") == 1
-    assert not router.world.warnings
+    async with turning() as turn:
+        await turn.begin()
+        half = len(TEXT) // 2
+        for about, text in ((f"1 0 {BEGUN}", TEXT[:half]), (f"1 0 {BEGUN}", TEXT[:half]), ("2 1", TEXT[half:])):
+            assert await turn.tell(about, text) == 200
+        assert turn.router.handles == 1
+        again = await Turn(turn.router, turn.script).begin("Hi", "Good morning", "And?")
+        assert carried_handle(turn.router.asks[-1].body) == handle()
+        turn.router.service.fast.leave(again.name)
 
 
 async def test_a_turn_is_told_of_once() -> None:
-    router = harness()
-    turn = await Turn(router, "Hi").begin()
-    await turn.enter()
-    await turn.tell("1 1", TEXT)
-    with pytest.raises(grpc.aio.AbortError):
-        await turn.tell("2 1", TEXT)
-    assert router.handles == 1
+    async with turning() as turn:
+        await turn.begin()
+        assert await turn.tell(f"1 1 {BEGUN}", TEXT) == 200
+        assert await turn.tell("2 1", TEXT) == 404
+        assert turn.router.handles == 1
 
 
 @pytest.mark.parametrize(
-    ("about", "text"), [("1 1", b"data: of an older script\n\n"), ("", b""), ("1", b""), ("x 1", b"")]
+    ("about", "packed"),
+    [
+        (f"1 1 {BEGUN}", False),
+        ("", True),
+        ("1", True),
+        ("1 1", True),
+        ("1 1 200,0", True),
+        ("1 1 ok,0,n:1", True),
+        (f"x 1 {BEGUN}", True),
+        (f"1 1 {BEGUN} 5", True),
+    ],
 )
-async def test_scripts_of_another_version_are_told_of_once_and_harm_nothing(
-    about: str, text: bytes, caplog: pytest.LogCaptureFixture
+async def test_parts_of_another_version_are_told_of_once_and_harm_nothing(
+    about: str, *, packed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    router = harness()
-    turn = await Turn(router, "Hi").begin()
-    await turn.enter()
-    for _ in range(2):
-        context: Any = Context(turn.name, about)
-        with pytest.raises(grpc.aio.AbortError):
-            await router.service.fast.part(text, context)
-    assert caplog.text.count("make the bootstrap again") == 1
-    await turn.tell("1 1", TEXT)
-    assert router.handles == 1
+    async with turning() as turn:
+        await turn.begin()
+        for _ in range(2):
+            assert await turn.script.part(turn.name, about, b"data: of an older script\n\n", packed=packed) == 400
+        assert caplog.text.count("make the bootstrap again") == 1
+        await turn.tell(f"1 1 {BEGUN}", TEXT)
+        assert turn.router.handles == 1
 
 
 async def test_what_is_begun_is_done_though_the_script_waits_no_longer() -> None:
-    router = harness()
-    turn = await Turn(router, "Hi").begin()
-    await turn.enter()
-    work = asyncio.create_task(turn.tell("1 1", TEXT))
-    await asyncio.sleep(0)
-    work.cancel()
-    await asyncio.gather(work, return_exceptions=True)
-    async with asyncio.timeout(5):
-        while router.outcomes() != {"first_turn": 1}:  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0)
-    assert router.handles == 1
+    async with turning() as turn:
+        await turn.begin()
+        lane = turn.router.service.fast
+        work = asyncio.create_task(lane.part(turn.name, Part.read(f"1 1 {BEGUN}", b"raw %d\n%b" % (len(TEXT), TEXT))))
+        await asyncio.sleep(0)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        await until(lambda: turn.router.outcomes() == {"first_turn": 1})
+        assert turn.router.handles == 1
 
 
-@pytest.mark.parametrize("overtakes", [False, True])
-async def test_the_end_of_an_exchange_that_nobody_else_tells_comes_by_the_access_log(
-    monkeypatch: pytest.MonkeyPatch, *, overtakes: bool
-) -> None:
-    """It may be here before the answer's headers are: that is another connection."""
-    monkeypatch.setattr(fast, "_BEHIND", 0.05)
-    router = harness()
-    turn = await Turn(router, "Hi").begin()
-    if not overtakes:
-        await turn.enter()
-    entries = StreamAccessLogsMessage()
-    for name in ("another", turn.name):
-        entry = entries.http_logs.log_entry.add()
-        entry.common_properties.response_flags = b"\x78\x01"  # downstream_connection_termination
-        entry.common_properties.metadata.filter_metadata["kvreturn"].update({"turn": name})
-
-    async def messages() -> Any:  # noqa: ANN401 - an iterator
-        yield entries
-
-    context: Any = None
-    logs = asyncio.create_task(router.service.fast.logs(messages(), context))
-    if overtakes:
-        await logs
-        await turn.enter()
-    await turn.tell("1 0", EVENTS[0])
-    assert router.metric("live_streams") >= 1  # its own stream may be open still
-    async with asyncio.timeout(5):
-        while router.world.admission.live:  # noqa: ASYNC110 - no event tells
-            await asyncio.sleep(0.01)
-    await logs
-    assert router.metric("live_streams") == 0
-    assert router.outcomes() == {"first_turn": 1}
-    assert router.metric("turns_incomplete_total") == 1
-    assert (router.records, router.world.admission.live) == (0, 0)
+async def test_the_first_event_of_an_answer_that_is_kept_is_enough_to_ask_for_it() -> None:
+    events = response_events(params=handle())
+    router = harness(pools={"prefill": ["10.0.0.1:8100"], "decode": [DECODE, NODE]})
+    async with calling(router) as script:
+        body = compact({"model": "m", "input": "Hi", "stream": True})
+        meta = (await script.request(Request("/v1/responses", [body], headers=JSON))).meta
+        assert "early" in meta
+        await script.part(meta["turn"], f"1 0 200,0,{NODE}", events[0])
+        stored = await script.request(Request("/v1/responses/resp_1", method="GET"))
+        assert stored.meta["decode_node"] == NODE
+        await script.part(meta["turn"], "2 1", b"".join(events[1:]))
+        await script.by_ext_proc(stored.meta["turn"], Response([b"{}"], headers=JSON))
+    assert left(router) == []
 
 
 async def test_the_first_token_is_timed_by_when_it_came() -> None:
-    router = harness()
-    turn = await Turn(router, "Hi").begin()
-    await turn.enter()
-    clock: Any = router.clock
-    clock.now += 10  # since the request began
-    text = b"".join(EVENTS)
-    role, token = len(EVENTS[0]), len(EVENTS[1])
-    await turn.tell(f"1 1 {role}:8000 {token}:7500 {len(EVENTS[2])}:100", text)
-    (line,) = [x for x in router.world.metrics.expose().decode().splitlines() if "first_token_seconds_sum" in x]
-    assert float(line.rsplit(" ", 1)[1]) == pytest.approx(2.5)
-
-
-async def test_a_drain_waits_for_turns_in_the_fast_lane() -> None:
-    router = harness()
-    turn = await Turn(router, "Hi").begin()
-    await turn.enter()
-    drain = asyncio.create_task(router.service.fast.drained(5))
-    await asyncio.sleep(0.01)
-    assert not drain.done()
-    await turn.tell("1 1", TEXT)
-    await drain
-    assert router.handles == 1
-
-
-async def test_a_drain_ends_what_does_not_end() -> None:
-    router = harness()
-    await (await Turn(router, "Hi").begin()).enter()
-    await router.service.fast.drained(0.01)
-    assert router.outcomes() == {"first_turn": 1}
-
-
-def test_workers_are_called_by_the_names_that_the_bootstrap_has() -> None:
-    own = settings(envoy={"lane": "fast"}, workers=3, store={"url": "redis://127.0.0.1:1"}, listen="unix:/r.sock")
-    workers = [own_cluster(own.worker(i)) for i in range(3)]
-    assert workers == [f"kvreturn_router@unix:/r.sock{end}" for end in ("", ".1", ".2")]
-    assert workers == [names.one_router(listen) for listen in own.router_listens()]
+    async with turning() as turn:
+        await turn.begin()
+        clock: Any = turn.router.clock
+        clock.now += 10  # since the request began
+        role, token = len(EVENTS[0]), len(EVENTS[1])
+        await turn.tell(f"1 1 200,8500,{DECODE} {role}:8000 {token}:7500 {len(EVENTS[2])}:100", TEXT)
+        page = turn.router.world.metrics.expose().decode()
+        (line,) = [x for x in page.splitlines() if "first_token_seconds_sum" in x]
+        assert float(line.rsplit(" ", 1)[1]) == pytest.approx(2.5)
 
 
 def test_parts_are_read_as_the_script_writes_them() -> None:
-    part = Part.read("3 1 2:1500 1:20", raw(b"abcde"))
-    assert (part.number, part.last) == (3, True)
+    part = Part.read("3 1 2:1500 1:20", b"raw 5\nabcde")
+    assert (part.number, part.last, part.begun) == (3, True, None)
     assert list(part.pieces()) == [(b"ab", 1.5), (b"c", 0.02), (b"de", 0.0)]
+    first = Part.read("1 0 200,250,10.0.0.4:8200 2:7", b"raw 5\nabcde")
+    assert (first.last, first.begun) == (False, Begun(200, 0.25, NODE))
+    assert list(first.pieces()) == [(b"ab", 0.007), (b"cde", 0.0)]
+    assert Part.read("1 1 204,0,", b"").begun == Begun(204, 0.0, None)
+
+
+class TestAnswersByExtProc:
+    """What no script takes on: one JSON text, refusals, what is compressed, nodes that speak HTTP/2."""
+
+    async def test_one_json_text(self) -> None:
+        async with turning() as turn:
+            await turn.begin(stream=False)
+            assert "lane" not in turn.meta
+            body = decode_body(params=handle())
+            envoy = await turn.script.by_ext_proc(
+                turn.name, Response([body[:90], body[90:]], headers=JSON, node=DECODE)
+            )
+            assert envoy.client.body == decode_body()
+            assert (turn.router.handles, turn.router.outcomes()) == (1, {"first_turn": 1})
+            assert await turn.tell(f"1 1 {BEGUN}", TEXT) == 404  # the name is of no use when the exchange is over
+
+    async def test_a_stream_though_a_script_could(self) -> None:
+        async with turning() as turn:
+            await turn.begin()
+            assert turn.meta["lane"] == "1"
+            envoy = await turn.script.by_ext_proc(turn.name, Response(EVENTS, headers=SSE, node=DECODE, trailers=True))
+            assert envoy.client.body == b"".join(decode_events())
+            assert turn.router.handles == 1
+            assert turn.router.metric("answers_streamed_total", lane="portable") == 1
+
+    @pytest.mark.parametrize(("encoding", "status"), [("gzip", 200), ("br", 502)])
+    async def test_a_compressed_one(self, encoding: str, status: int) -> None:
+        async with turning() as turn:
+            await turn.begin(stream=False)
+            headers = {**JSON, "content-encoding": encoding}
+            packed = gzip.compress(decode_body(params=handle()))
+            envoy = await turn.script.by_ext_proc(turn.name, Response([packed], headers=headers, node=DECODE))
+            assert envoy.client.status == status
+            assert b"kv_transfer_params" not in envoy.client.body
+            assert turn.router.handles == (status == 200)
+
+    async def test_a_refusal_comes_without_what_it_says_of_the_handle(self) -> None:
+        async with turning() as turn:
+            await turn.begin()
+            refusal = compact({"error": {"message": "kv_transfer_params: no", "type": "BadRequestError", "code": 400}})
+            envoy = await turn.script.by_ext_proc(turn.name, Response([refusal], 400, JSON, node=DECODE))
+            assert envoy.client.status == 400
+            assert json.loads(envoy.client.body)["error"]["code"] == 400
+            assert turn.router.metric("turn_errors_total", type="400") == 1
+
+    async def test_the_client_gets_its_own_id_back_and_no_other_routers_headers(self) -> None:
+        router = harness()
+        async with calling(router) as script:
+            request = Request(pieces=[chat("Hi")], headers={**JSON, "x-request-id": "mine"})
+            turn = (await script.request(request)).meta["turn"]
+            headers = {**JSON, "x-request-id": "ours", "x-prefiller-url": "inside"}
+            envoy = await script.by_ext_proc(turn, Response([decode_body()], headers=headers))
+        assert envoy.client.headers
+        assert envoy.client.headers["x-request-id"] == "mine"
+        assert "x-prefiller-url" not in envoy.client.headers
+
+    @pytest.mark.parametrize("lane", ["fast", "portable"])
+    async def test_nobody_elses(self, lane: str) -> None:
+        """The router that had the turn is gone: what it would have taken out stays in, so nothing passes."""
+        router = harness(envoy={"lane": lane})
+        async with calling(router) as script:
+            envoy = await script.by_ext_proc("0" * 32, Response([decode_body(params=handle())], headers=JSON))
+        assert envoy.client.status == 502
+        assert json.loads(envoy.client.body)["error"]["message"].startswith("kvreturn: ")
+        assert left(router) == []
+
+    async def test_only_one_stream_has_it(self) -> None:
+        async with turning() as turn:
+            await turn.begin(stream=False)
+            first = Answered(LocalStream(turn.router.service), turn.name)
+            await first._give(headers_message("response", {":status": "200", **JSON}))
+            assert await first._stream.receive()
+            second = await turn.script.by_ext_proc(turn.name, Response([decode_body()], headers=JSON))
+            assert second.client.status == 502
+            assert await turn.tell(f"1 1 {BEGUN}", TEXT) == 404
+            assert turn.router.metric("live_streams") == 1
+            first._stream.cancel()
+            await until(lambda: not left(turn.router))
+            assert turn.router.outcomes() == {"first_turn": 1}
+            assert turn.router.metric("turns_incomplete_total") == 1
+
+    async def test_the_end_of_the_stream_is_the_end_of_the_exchange(self) -> None:
+        async with turning() as turn:
+            await turn.begin(stream=False)
+            log = Log(turn.router)
+            envoy = Answered(LocalStream(turn.router.service), turn.name)
+            await envoy._give(headers_message("response", {":status": "200", **JSON}))
+            assert await envoy._stream.receive()
+            log.over(turn.name, broken=False)  # of no account now
+            await log.close()
+            turn.router.service.fast.leave(turn.name)
+            assert turn.router.world.admission.live == 1
+            await envoy._stream.half_close()
+            await until(lambda: not left(turn.router))
+
+    async def test_a_failure_inside_is_an_error_of_the_api(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(*_: object, **__: object) -> None:
+            raise RuntimeError("planted")
+
+        async with turning() as turn:
+            await turn.begin(stream=False)
+            monkeypatch.setattr(fast.FastExchange, "_response_begins", fails)
+            envoy = await turn.script.by_ext_proc(turn.name, Response([decode_body()], headers=JSON))
+            assert envoy.client.status == 500
+            assert "internal error" in json.loads(envoy.client.body)["error"]["message"]
+
+    async def test_what_is_no_turn_of_ours_passes(self) -> None:
+        """Another filter's refusal, of a request that no script has seen."""
+        router = harness()
+        stream = LocalStream(router.service)
+        await stream.send(headers_message("response", {":status": "401", **JSON}, modes=Modes()))
+        answer = await stream.receive()
+        assert answer
+        assert not answer.response_headers.response.header_mutation.set_headers
+        stream.cancel()
+        await until(lambda: not left(router))
+        assert not router.world.warnings
+
+
+class TestTheEndThatNobodyElseTells:
+    """Envoy's access log: a client has left, a node has died."""
+
+    @pytest.mark.parametrize("parts", [0, 1])
+    async def test_a_broken_answer_ends_its_turn(self, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fast, "_BEHIND", 0.02)
+        async with turning() as turn:
+            await turn.begin()
+            log = Log(turn.router)
+            log.over("another", turn.name)
+            for _ in range(parts):
+                await turn.tell(f"1 0 {BEGUN}", EVENTS[0])
+            assert turn.router.metric("live_streams") == 1
+            await until(lambda: not left(turn.router))
+            await log.close()
+            assert turn.router.outcomes() == {"first_turn": 1}
+            assert turn.router.metric("turns_incomplete_total") == 1
+            assert turn.router.records == 0
+
+    @pytest.mark.parametrize("status", [0, 503])
+    async def test_a_request_that_no_node_has_answered(self, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fast, "_BEHIND", 0.01)
+        async with turning() as turn:
+            await turn.begin()
+            log = Log(turn.router)
+            log.over(turn.name, status=status)
+            await until(lambda: not left(turn.router))
+            await log.close()
+            errors = turn.router.metric("turn_errors_total", type="503")
+            assert (turn.router.records, errors) == (0, float(status == 503))
+
+    async def test_a_stored_response_that_cannot_be_had(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fast, "_BEHIND", 0.01)
+        router = harness()
+        async with calling(router) as script:
+            told = await script.request(Request("/v1/responses/resp_1", method="GET"))
+            log = Log(router)
+            log.over(told.meta["turn"], status=503)
+            await until(lambda: not left(router))
+            await log.close()
+
+    async def test_a_good_end_waits_for_the_last_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fast, "_BEHIND", 0.0)
+        async with turning() as turn:
+            await turn.begin()
+            log = Log(turn.router)
+            log.over(turn.name, broken=False)
+            await asyncio.sleep(0.05)
+            assert await turn.tell(f"1 1 {BEGUN}", TEXT) == 200
+            await log.close()
+            assert turn.router.handles == 1
+
+    async def test_an_envoy_that_is_gone_takes_answers_with_it_that_had_begun(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(fast, "_SILENT", 0.01)
+        async with turning() as turn:
+            await turn.begin()
+            await turn.tell(f"1 0 {BEGUN}", EVENTS[0])
+            slow = await Turn(turn.router, turn.script).begin(stream=False)  # may be another Envoy's
+            await Log(turn.router).close()
+            await until(lambda: turn.router.world.admission.live == 1)
+            await asyncio.sleep(0.05)
+            envoy = await turn.script.by_ext_proc(slow.name, Response([decode_body()], headers=JSON))
+            assert envoy.client.status == 200
+
+    async def test_an_answer_that_goes_on_is_not_ended_by_doubt(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fast, "_SILENT", 0.05)
+        async with turning() as turn:
+            await turn.begin()
+            await turn.tell(f"1 0 {BEGUN}", b"".join(EVENTS[:-1]))
+            await Log(turn.router).close()
+            await turn.tell("2 0", EVENTS[-1][:5])
+            await asyncio.sleep(0.1)
+            assert await turn.tell("3 1", EVENTS[-1][5:]) == 200
+            assert turn.router.handles == 1
+
+    async def test_or_when_envoy_itself_would_have_ended_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "call_later", _at_once(asyncio.get_running_loop(), 360.0))
+        async with turning(envoy={"stream_idle_timeout": 300.0}) as turn:
+            await turn.begin()
+            await until(lambda: not left(turn.router))
+
+
+def _at_once(loop: asyncio.AbstractEventLoop, awaited: float) -> Any:  # noqa: ANN401 - as the loop has it
+    """A loop's `call_later` with one delay left out."""
+    plain = loop.call_later
+    return lambda delay, *rest, **named: plain(0 if delay == awaited else delay, *rest, **named)
+
+
+class TestDrain:
+    async def test_waits_for_calls_and_for_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        answer, asked = asyncio.Event(), asyncio.Event()
+        plain = StubPrefill.ask
+
+        async def ask(*arguments: Any) -> Any:  # noqa: ANN401 - as the stub has them
+            asked.set()
+            await answer.wait()
+            return await plain(*arguments)
+
+        monkeypatch.setattr(StubPrefill, "ask", ask)
+        async with turning() as turn:
+            begins = asyncio.create_task(turn.begin())
+            await asked.wait()
+            drain = asyncio.create_task(turn.router.service.fast.drained(5))
+            await asyncio.sleep(0.02)
+            assert not drain.done()
+            answer.set()
+            await begins
+            await asyncio.sleep(0.02)
+            assert not drain.done()
+            await turn.tell(f"1 1 {BEGUN}", TEXT)
+            await drain
+            assert turn.router.handles == 1
+
+    async def test_ends_what_does_not_end(self) -> None:
+        async with turning() as turn:
+            await turn.begin()
+            log = Log(turn.router)
+            await turn.router.service.fast.drained(0.01)
+            await log.task  # Envoy's stream is no reason to wait, either
+            assert turn.router.outcomes() == {"first_turn": 1}
+
+    async def test_lets_answers_by_ext_proc_end_by_themselves(self) -> None:
+        async with turning() as turn:
+            await turn.begin(stream=False)
+            envoy = Answered(LocalStream(turn.router.service), turn.name)
+            await envoy._give(headers_message("response", {":status": "200", **JSON}))
+            assert await envoy._stream.receive()
+            await turn.router.service.fast.drained(0.01)
+            assert turn.router.world.admission.live == 1  # the gRPC server waits for its streams
+            envoy._stream.cancel()
+            await until(lambda: not left(turn.router))
 
 
 @pytest.mark.parametrize(
-    ("listen", "routers", "cluster"),
+    ("changes", "said"),
     [
-        ("127.0.0.1:9090", [], "kvreturn_router@127.0.0.1:9090"),
-        ("0.0.0.0:9090", ["10.0.0.1:9090"], "kvreturn_router@10.0.0.1:9090"),
-        ("10.0.0.2:9090", ["10.0.0.1:9090", "10.0.0.2:9090"], "kvreturn_router@10.0.0.2:9090"),
-        ("0.0.0.0:9090", ["10.0.0.1:9090", "10.0.0.2:9090"], ""),
-        ("0.0.0.0:9090", ["192.0.2.1:9090", "127.0.0.2:9091", "127.0.0.2:9090"], "kvreturn_router@127.0.0.2:9090"),
-        ("0.0.0.0:9090", ["127.0.0.1:9090", "127.0.0.2:9090"], ""),  # both may be it
-        ("0.0.0.0:9090", ["router:9090"], ""),  # a name may stand for several
-        ("router-1:9090", ["router-1:9090", "router-2:9090"], "kvreturn_router@router-1:9090"),
-        ("unix:/r.sock", ["10.0.0.1:9090", "10.0.0.2:9090"], ""),
+        ({}, "has no scripts"),
+        ({"envoy": {"lane": "portable"}}, ""),
+        ({"envoy": {"routers": ["router:9090"]}}, "has no effect: there are names among envoy.routers"),
     ],
 )
-def test_envoy_calls_the_router_that_has_the_turn(listen: str, routers: list[str], cluster: str) -> None:
-    own: Settings = settings(listen=listen, envoy={"lane": "fast", "routers": routers})
-    assert FastLane(Harness(own).world).cluster == cluster
+async def test_an_envoy_without_scripts_is_told_of_once_and_its_turns_take_the_portable_lane(
+    changes: dict[str, Any], said: str
+) -> None:
+    router = harness(**changes)
+    for _ in range(2):
+        await router.turn("Hi", stream=True)
+    warnings = [w for w in router.world.warnings if "lane" in w]
+    assert len(warnings) == bool(said)
+    assert all(said in w for w in warnings)
+    assert router.metric("answers_streamed_total", lane="portable") == 2
