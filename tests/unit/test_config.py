@@ -173,13 +173,13 @@ def test_a_time_is_a_positive_number_of_seconds(tmp_path: Path, name: str, value
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("admin: 127.0.0.1:8990\n", "4: calls and admin: both are 127.0.0.1:8990"),
+        ("admin: 127.0.0.1:8090\n", "4: calls and admin: both are 127.0.0.1:8090"),
         ("calls: 127.0.0.1:9090\n", "4: listen and calls: both are 127.0.0.1:9090"),
-        ("envoy: {admin: 127.0.0.1:8990}\n", "4: calls and envoy.admin: both are 127.0.0.1:8990"),
+        ("envoy: {admin: 127.0.0.1:8090}\n", "4: calls and envoy.admin: both are 127.0.0.1:8090"),
         ("listen: unix:/r\ncalls: unix:/r\n", "5: listen and calls: both are unix:/r"),
         (
-            "workers: 2\nsecret: s\nstore: {url: 'redis://a'}\nadmin: 127.0.0.1:8992\n",
-            "7: admin and calls of worker 1: both are 127.0.0.1:8992",
+            "workers: 2\nsecret: s\nstore: {url: 'redis://a'}\nadmin: 127.0.0.1:8092\n",
+            "7: admin and calls of worker 1: both are 127.0.0.1:8092",
         ),
         ("admin: 127.0.0.1:9090\n", "4: listen and admin: both are 127.0.0.1:9090"),
         ("listen: 127.0.0.1:9091\n", "4: listen and admin: both are 127.0.0.1:9091"),
@@ -210,9 +210,9 @@ def test_no_two_servers_share_an_address(tmp_path: Path, text: str, told: str) -
 @pytest.mark.parametrize(
     ("text", "there"),
     [
-        ("", "127.0.0.1:8990"),
-        ("listen: '[::1]:9190'\n", "[::1]:9090"),
-        ("listen: 127.0.0.1:100\nadmin: null\n", "127.0.0.1:200"),  # there is no port 0
+        ("", "127.0.0.1:8090"),
+        ("listen: '[::1]:9190'\n", "[::1]:8190"),
+        ("listen: 127.0.0.1:100\nadmin: null\n", "127.0.0.1:1100"),  # there is no port -900
         ("listen: unix:/run/k.sock\n", "unix:/run/k.sock.calls"),
         ("calls: 0.0.0.0:7\n", "0.0.0.0:7"),
         ("listen: unix:/run/k.sock\ncalls: unix:/run/c.sock\n", "unix:/run/c.sock"),
@@ -220,7 +220,7 @@ def test_no_two_servers_share_an_address(tmp_path: Path, text: str, told: str) -
         ("listen: unix:/k\nenvoy: {routers: ['unix:/k', 'unix:/l']}\n", "unix:/k.calls"),
     ],
 )
-def test_a_router_is_called_100_ports_below_its_listen_unless_the_settings_say_where(
+def test_a_router_is_called_1000_ports_below_its_listen_unless_the_settings_say_where(
     tmp_path: Path, text: str, there: str
 ) -> None:
     settings = load(tmp_path, POOLS + text)
@@ -230,7 +230,7 @@ def test_a_router_is_called_100_ports_below_its_listen_unless_the_settings_say_w
 @pytest.mark.parametrize(
     ("text", "there"),
     [
-        ("", ["10.0.0.8:8990", "10.0.0.9:8991"]),
+        ("", ["10.0.0.8:8090", "10.0.0.9:8091"]),
         ("calls: 127.0.0.1:9590\n", ["10.0.0.8:9590", "10.0.0.9:9591"]),
         ("listen: 10.0.0.9:9091\nadmin: null\ncalls: 10.0.0.9:9081\n", ["10.0.0.8:9080", "10.0.0.9:9081"]),
     ],
@@ -253,7 +253,7 @@ def test_other_routers_are_called_as_far_from_their_listen(tmp_path: Path, text:
             "calls, envoy.routers: there is no port 55910 from 10.0.0.9:60000; choose another one",
         ),
         (
-            "envoy: {routers: ['127.0.0.1:9190', '127.0.0.1:9090']}\n",
+            "envoy: {routers: ['127.0.0.1:10090', '127.0.0.1:9090']}\n",
             4,
             "calls, envoy.routers: 127.0.0.1:9090 is where one router listens and another one is called; choose ",
         ),
@@ -263,9 +263,9 @@ def test_other_routers_are_called_as_far_from_their_listen(tmp_path: Path, text:
             "calls: unix:/c: with envoy.routers, which have theirs as far from their `listen`, Envoy looks for it at ",
         ),
         (
-            "listen: 0.0.0.0:9090\ncalls: 127.0.0.1:8990\nenvoy: {routers: ['10.0.0.9:9090']}\n",
+            "listen: 0.0.0.0:9090\ncalls: 127.0.0.1:8090\nenvoy: {routers: ['10.0.0.9:9090']}\n",
             5,
-            "calls: 127.0.0.1:8990: with envoy.routers, which have theirs as far from their `listen`, Envoy looks for ",
+            "calls: 127.0.0.1:8090: with envoy.routers, which have theirs as far from their `listen`, Envoy looks for ",
         ),
     ],
 )

@@ -9,9 +9,9 @@ from kvreturn.core.address import split_address
 from kvreturn.doctor.context import OK, Answer, Context, pools
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 from kvreturn.envoy import names
-from kvreturn.envoy.scripts import has_scripts
 from kvreturn.envoy.lint import lint
 from kvreturn.envoy.ports import is_ip, reachable
+from kvreturn.envoy.scripts import has_scripts
 
 _TRIED = (1, 40)
 _BOOTSTRAP = "envoy.admin.v3.BootstrapConfigDump"

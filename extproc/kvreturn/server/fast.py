@@ -27,10 +27,6 @@ from kvreturn.server.world import World
 _LOGS = "envoy.service.accesslog.v3.AccessLogService"
 _OVERTAKEN = 6.0  # seconds that a part may be late behind the next one: the script's calls may take nearly as long
 _BEHIND = 1.0  # and behind the end of an exchange that was broken off
-_NO_SCRIPT = (
-    "envoy.lane is `fast`, but Envoy has no scripts for it: requests and streamed answers pass through ext_proc. Make "
-    "Envoy's bootstrap again with `kvreturn envoy-config` and start it with that, or set envoy.lane: portable"
-)
 _SILENT = 30.0  # while tokens come, a script tells of them every 20 s
 
 
@@ -174,16 +170,6 @@ class FastExchange(Exchange):
         self._record.late = begun.late
         self._response_begins({":status": str(begun.status), "content-type": "text/event-stream"}, begun.node)
         self._record.passes_in_envoy()
-
-
-class ScriptlessExchange(Exchange):
-    """An exchange by ext_proc where a script ought to have told of it: says so, where its answer is streamed."""
-
-    def _response_begins(self, headers: dict[str, str], upstream: str | None) -> Headers | Refuse:
-        streamed = headers.get("content-type", "").lower().startswith("text/event-stream")
-        if self._record and streamed and "transfer-encoding" in headers:
-            self._world.warn_once(_NO_SCRIPT)
-        return super()._response_begins(headers, upstream)
 
 
 class FastLane:

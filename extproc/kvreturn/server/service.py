@@ -11,9 +11,10 @@ from kvreturn.core.api.base import error_body
 from kvreturn.core.ports import Refuse
 from kvreturn.envoy import names
 from kvreturn.server.exchange import Exchange
-from kvreturn.server.fast import FastLane, ScriptlessExchange
+from kvreturn.server.fast import FastLane
 from kvreturn.server.messages import Message, read_metadata, refused_by
 from kvreturn.server.roles import DecodeExchange, PrefillExchange
+from kvreturn.server.scriptless import ScriptlessExchange
 from kvreturn.server.world import World
 
 log = logging.getLogger("kvreturn")

@@ -22,6 +22,7 @@ from support.turns import compact
 EVENTS = decode_events(params=handle())
 TEXT = b"".join(EVENTS)
 SSE = {"content-type": "text/event-stream"}
+CHUNKED = {**SSE, "transfer-encoding": "chunked"}
 JSON = {"content-type": "application/json"}
 NODE = "10.0.0.4:8200"  # Envoy may take another one than the router has named
 BEGUN = f"200,0,{DECODE}"
@@ -490,20 +491,22 @@ class TestDrain:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "headers", "said"),
     [
-        ({}, "has no scripts"),
-        ({"envoy": {"lane": "portable"}}, ""),
-        ({"envoy": {"routers": ["router:9090"]}}, "has no effect: there are names among envoy.routers"),
+        ({}, CHUNKED, "has no scripts"),
+        ({}, {**CHUNKED, **JSON}, ""),  # not for a script anyway
+        ({}, SSE, ""),
+        ({"envoy": {"lane": "portable"}}, CHUNKED, ""),
+        ({"envoy": {"routers": ["router:9090"]}}, CHUNKED, "has no effect: there are names among envoy.routers"),
     ],
 )
 async def test_an_envoy_without_scripts_is_told_of_once_and_its_turns_take_the_portable_lane(
-    changes: dict[str, Any], said: str
+    changes: dict[str, Any], headers: dict[str, str], said: str
 ) -> None:
     router = harness(**changes)
     for _ in range(2):
-        await router.turn("Hi", stream=True)
+        await router.play(Request(pieces=[chat("Hi", stream=True)]), Response(EVENTS, headers=headers))
     warnings = [w for w in router.world.warnings if "lane" in w]
     assert len(warnings) == bool(said)
     assert all(said in w for w in warnings)
-    assert router.metric("answers_streamed_total", lane="portable") == 2
+    assert router.metric("answers_streamed_total", lane="portable") == (2 if "event" in headers["content-type"] else 0)
