@@ -50,6 +50,7 @@ class FastExchange(Exchange):
         self.name = ""
         self._apart = False  # no stream or call is under way, but the exchange is
         self._closed = False
+        self.in_parts = False  # whether a script may take its answer on
         self._next = 1  # number of the part that is awaited
         self._parts = asyncio.Condition()
 
@@ -105,6 +106,7 @@ class FastExchange(Exchange):
         self.name = self.name or self._lane.name(self)
         values.append((names.TURN_KEY, self.name))
         if self._turn and self._turn.prompt and self._turn.prompt.stream and self._lane.on:
+            self.in_parts = True
             values.append((names.LANE_KEY, "1"))
         if self._request_id:
             values.append((names.REQUEST_ID_KEY, self._request_id))
@@ -332,12 +334,12 @@ class FastLane:
         return StreamAccessLogsResponse()
 
     def _doubt(self) -> None:
-        """An Envoy may be gone, and its turns with it: those of which no more parts come soon.
+        """An Envoy may be gone, and its turns with it: those of which no part comes soon.
 
-        Not those of which none has come: an answer that no script takes on may be long in coming.
+        Not those of which none can come: such an answer may be long in coming, and would be refused then.
         """
         for name in self._passing:
-            if self.named[name].answering:
+            if self.named[name].in_parts:
                 self._expect(name, _SILENT)
 
     async def _read_logs(self, messages: AsyncIterator[StreamAccessLogsMessage]) -> None:

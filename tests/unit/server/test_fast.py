@@ -407,14 +407,17 @@ class TestTheEndThatNobodyElseTells:
             await log.close()
             assert turn.router.handles == 1
 
-    async def test_an_envoy_that_is_gone_takes_answers_with_it_that_had_begun(
-        self, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("parts", [0, 1])
+    async def test_an_envoy_that_is_gone_takes_streams_with_it(
+        self, parts: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """But no answer in one piece: nothing is heard of that until it is there, and all Envoys may be well."""
         monkeypatch.setattr(fast, "_SILENT", 0.01)
         async with turning() as turn:
             await turn.begin()
-            await turn.tell(f"1 0 {BEGUN}", EVENTS[0])
-            slow = await Turn(turn.router, turn.script).begin(stream=False)  # may be another Envoy's
+            for _ in range(parts):
+                await turn.tell(f"1 0 {BEGUN}", EVENTS[0])
+            slow = await Turn(turn.router, turn.script).begin(stream=False)
             await Log(turn.router).close()
             await until(lambda: turn.router.world.admission.live == 1)
             await asyncio.sleep(0.05)
