@@ -4,18 +4,23 @@ import asyncio
 import json
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
+
+import aiohttp
 
 from kvreturn.config import Settings
 from kvreturn.core.address import split_address
 from kvreturn.doctor.context import OK, SILENCE, Answer, Context
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 from kvreturn.doctor.secret import shell
+from kvreturn.envoy import names
 from kvreturn.envoy.health import not_serving
-from kvreturn.envoy.ports import is_ip, reachable
+from kvreturn.envoy.ports import are_told_apart, is_ip, reachable
 from kvreturn.server.view import config
 
 CHECK = "router"
+_DRAINS = 503
 _SHOWN, _LONG = 8, 60  # settings, characters of a value
 
 
@@ -44,7 +49,8 @@ async def _other(ctx: Context, listen: str) -> list[Finding]:
             addresses = [f"[{h}]:{port}" if ":" in h else f"{h}:{port}" for h in hosts]
     errors = await asyncio.gather(*(_error(ctx, address) for address in addresses))
     subjects = [listen if address == target else f"{listen} ({address})" for address in addresses]
-    return [_listens(*each, remedy, named=addresses != [target]) for each in zip(subjects, errors, strict=True)]
+    found = [_listens(*each, remedy, named=addresses != [target]) for each in zip(subjects, errors, strict=True)]
+    return [*found, *([] if any(errors) else await _calls(ctx, ctx.settings.calls_of(listen)))]
 
 
 def _listens(subject: str, error: str, remedy: str, *, named: bool = False) -> Finding:
@@ -55,6 +61,28 @@ def _listens(subject: str, error: str, remedy: str, *, named: bool = False) -> F
         # A headless Service names ready pods only, and a network policy may let only Envoy reach them.
         return warn(CHECK, f"{error}: it is down, or may not be reached from here", remedy, subject)
     return fail(CHECK, error, remedy, subject)
+
+
+async def _calls(ctx: Context, address: str) -> list[Finding]:
+    """Whether a router that takes streams takes the calls of Envoy's scripts too; nothing where there are none."""
+    settings = ctx.settings
+    if settings.envoy.lane == "portable" or not are_told_apart(settings.routers()):
+        return []
+    target, path = reachable(address), names.HEALTH_PATH
+    if target.startswith("unix:"):
+        async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(target.removeprefix("unix:"))) as session:
+            answer = await replace(ctx, session=session).get(f"http://router{path}")
+    else:
+        answer = await ctx.get(f"http://{target}{path}")
+    subject = f"{address} (calls)"
+    if answer.status == OK:
+        return [ok(CHECK, "takes the calls of Envoy's scripts", subject)]
+    remedy = (
+        "all turns of the fast lane go there: start the router with these settings and this version of kvreturn, or "
+        "set `calls` as it has it; where that port is closed on the way, open it as the one of `listen`"
+    )
+    drains = "starts, or drains: takes no calls of Envoy's scripts"
+    return [fail(CHECK, drains if answer.status == _DRAINS else answer.what, remedy, subject)]
 
 
 async def _error(ctx: Context, target: str) -> str:
@@ -72,7 +100,10 @@ async def _error(ctx: Context, target: str) -> str:
 
 async def _worker(ctx: Context, settings: Settings) -> list[Finding]:
     remedy = "start it (`kvreturn up`, `kvreturn serve`), or run this on its machine; give --workers as it has it"
-    findings = [_listens(settings.listen, await _error(ctx, reachable(settings.listen)), remedy)]
+    error = await _error(ctx, reachable(settings.listen))
+    findings = [_listens(settings.listen, error, remedy)]
+    if not error:
+        findings += await _calls(ctx, settings.calls_listen)
     admin = settings.admin
     if admin is None:
         return [*findings, skipped("router.admin", "`admin` is null: no metrics, no health", settings.listen)]

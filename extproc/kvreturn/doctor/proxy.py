@@ -10,7 +10,7 @@ from kvreturn.doctor.context import OK, Answer, Context, pools
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 from kvreturn.envoy import names
 from kvreturn.envoy.lint import lint
-from kvreturn.envoy.ports import is_ip, reachable
+from kvreturn.envoy.ports import NAMED, are_told_apart, is_ip, reachable
 from kvreturn.envoy.scripts import has_scripts
 
 _TRIED = (1, 40)
@@ -77,15 +77,18 @@ def _lint(ctx: Context, dump: Answer) -> Iterator[Finding]:
 def _lane(ctx: Context, bootstrap: Mapping[str, Any]) -> Finding:
     """Whether Envoy and the router mean the same lane (docs/lanes.md); if not, answers take the portable one."""
     check, lane, scripts = "envoy.lane", ctx.settings.envoy.lane, has_scripts(bootstrap)
+    if lane == "fast" and not are_told_apart(ctx.settings.routers()):
+        what, _, remedy = NAMED.partition(". ")
+        return warn(check, what, remedy)
     if scripts == (lane == "fast"):
         return ok(check, lane)
     what = (
-        "envoy.lane is `fast`, but Envoy has no scripts for it"
+        "envoy.lane is `fast`, but Envoy has no scripts for it: requests and answers"
         if lane == "fast"
-        else "Envoy has the scripts of the fast lane, but envoy.lane is `portable`"
+        else "Envoy has the scripts of the fast lane, but envoy.lane is `portable`: streamed answers"
     )
     remedy = "make Envoy's bootstrap and start the router from the same settings (`kvreturn envoy-config`)"
-    return warn(check, f"{what}: streamed answers pass through the router", remedy)
+    return warn(check, f"{what} pass through ext_proc", remedy)
 
 
 def _bootstrap(dump: Answer) -> Mapping[str, Any] | None:

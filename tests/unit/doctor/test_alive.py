@@ -72,11 +72,41 @@ async def test_each_router_that_envoy_may_send_to_is_asked(tmp_path: Path) -> No
             findings = await there.findings()
     assert [(f.subject, f.status.value) for f in findings if f.check == "router"] == [
         (listens[0], "ok"),
+        (f"{there.settings.calls_of(listens[0])} (calls)", "ok"),
         (listens[1], "ok"),
-        (listens[2], "fail"),
+        (f"{there.settings.calls_of(listens[1])} (calls)", "ok"),
+        (listens[2], "fail"),  # so nobody is called there
     ]
     dead = worst(findings, "router")
     assert (dead.found, "take it out of envoy.routers" in dead.remedy) == ("connection refused", True)
+
+
+@pytest.mark.parametrize(
+    ("lane", "there", "status", "found"),
+    [
+        ("fast", "same", "ok", "takes the calls of Envoy's scripts"),
+        ("fast", "closed", "fail", "connection refused"),
+        ("fast", "a node", "fail", "HTTP 404"),
+        ("fast", "drains", "fail", "starts, or drains"),
+        ("portable", "closed", None, ""),
+    ],
+)
+async def test_a_router_must_take_the_calls_of_scripts_where_there_are_any(
+    tmp_path: Path, lane: str, there: str, status: str | None, found: str
+) -> None:
+    calls = unused_address()
+    envoy = {"lane": lane, "listen": unused_address(), "prefill_listen": unused_address(), "admin": unused_address()}
+    async with nodes(tmp_path, calls=calls, envoy=envoy) as deployed, running(deployed.settings) as router:
+        router._calls.serving = there != "drains"
+        plain = yaml.safe_load(deployed.config.read_text())
+        node = deployed.settings.pools.sources["prefill"].static[0]
+        other = {"closed": unused_address(), "a node": node}.get(there, calls)
+        deployed.config.write_text(yaml.safe_dump({**plain, "calls": other}))
+        findings = await deployed.findings()
+    told = [f for f in findings if f.check == "router" and f.subject == f"{other} (calls)"]
+    assert [f.status.value for f in told] == ([status] if status else [])
+    assert all(found in f.found for f in told)
+    assert all("set `calls` as it has it" in f.remedy for f in told if status == "fail")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +166,12 @@ async def test_workers_of_the_command_line_are_asked_too(tmp_path: Path) -> None
         plain = yaml.safe_load(there.config.read_text())
         there.config.write_text(yaml.safe_dump({**plain, "store": {"url": "redis://127.0.0.1:1"}}))  # workers need one
         findings = await there.findings(workers=2)
-    assert [f.status.value for f in findings if f.check == "router"] == ["ok", "fail"]
+    listen = there.settings.listen
+    assert [(f.subject, f.status.value) for f in findings if f.check == "router"] == [
+        (listen, "ok"),
+        (f"{listen}.calls (calls)", "ok"),
+        (f"{listen}.1", "fail"),
+    ]
     assert "workers (here 2, there 1)" in worst(findings, "config.running").found
 
 

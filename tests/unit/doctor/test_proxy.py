@@ -52,6 +52,12 @@ def _edit(path: str, **members: Any) -> Callable[[Answers], None]:  # noqa: ANN4
     return lambda answers: answers[path].update(members)
 
 
+def _clusters(answers: Answers) -> list[Any]:
+    """Those of the bootstrap; the last one is where a router is called, or logged to."""
+    found: list[Any] = answers["/config_dump"]["configs"][1]["bootstrap"]["static_resources"]["clusters"]
+    return found
+
+
 _SICK = [_cluster("prefill", P, failed_active_health_check=True), _cluster("decode", D)]
 
 
@@ -59,6 +65,7 @@ _SICK = [_cluster("prefill", P, failed_active_health_check=True), _cluster("deco
     ("change", "prefill", "check", "status", "finding"),
     [
         (lambda _: None, P, "envoy.lint", "ok", "none of our rules"),
+        (lambda answers: _clusters(answers).pop(), P, "envoy.lint", "fail", "p-fast-lane"),
         (lambda _: None, P, "envoy.nodes", "ok", "the same 1"),
         (_edit("/server_info", version=_VERSION.format("1.29.4")), P, "envoy.version", "warn", "1.29.4"),
         (_edit("/server_info", version="?"), P, "envoy.version", "warn", "?"),
@@ -98,6 +105,7 @@ async def test_what_envoy_says_of_itself(  # noqa: PLR0917 - as parametrized
         ("portable", "portable", "ok", "portable"),
         ("fast", "portable", "warn", "no scripts"),
         ("portable", "fast", "warn", "has the scripts"),
+        ("names", "portable", "warn", "names among envoy.routers"),
     ],
 )
 async def test_router_and_envoy_must_mean_the_same_lane(
@@ -106,7 +114,8 @@ async def test_router_and_envoy_must_mean_the_same_lane(
     _, other = settings_file(tmp_path, P, D, listen=LISTEN, envoy={"lane": of_envoy})
     answers = {path: (200, body) for path, body in _admin(to_dict(build(other))).items()}
     async with FakePrefill(Scripted(answers)) as admin:
-        path, _ = settings_file(tmp_path, P, D, listen=LISTEN, envoy={"admin": admin.address, "lane": lane})
+        envoy = {"admin": admin.address, **({"routers": ["router:9090"]} if lane == "names" else {"lane": lane})}
+        path, _ = settings_file(tmp_path, P, D, listen=LISTEN, envoy=envoy)
         found = worst(list((await diagnose(Plan(path, seconds=2.0))).findings), "envoy.lane")
     assert (found.status, finding in found.found) == (status, True), found
 
