@@ -9,14 +9,16 @@ from pathlib import Path
 import aiohttp
 import grpc.aio
 import pytest
+from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvreturn.server import app
 from kvreturn.server.app import ListenError, running
 from kvreturn.server.service import SERVICE
+from support.calls import Script
 from support.extproc import ALL_MODES, Envoy, Mode, Modes, Request, Response, body_message, request_headers
-from support.harness import DECODE, settings
-from support.nodes import FakePrefill, chat, decode_events, handle, hangs, sent_params
+from support.harness import DECODE, Harness, settings
+from support.nodes import FakePrefill, Seen, chat, decode_events, handle, hangs, replies, sent_params
 from support.streams import GrpcStream, StreamError
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -109,15 +111,92 @@ async def test_admin_serves_metrics_and_health(node: FakePrefill, tmp_path: Path
             assert response.status == 404
 
 
-@pytest.mark.parametrize("taken", ["listen", "admin"])
-async def test_a_port_in_use_is_told_by_its_address(taken: str, node: FakePrefill, tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [True, False], ids=["told", "not told"])
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+async def test_scripts_call_it_where_the_settings_say(
+    kind: str, node: FakePrefill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, told: bool
+) -> None:
+    monkeypatch.setattr(app, "_NOTICE", 0.0)
+    listen = f"127.0.0.1:{unused_port()}" if kind == "tcp" else f"unix:{tmp_path}/router"
+    there = {"tcp": f"127.0.0.1:{unused_port()}", "unix": f"unix:{tmp_path}/called"}[kind] if told else None
+    config = settings(listen=listen, calls=there, pools={"prefill": [node.address], "decode": [DECODE]})
+    assert config.calls_listen == (there or config.calls_of(listen))
+    for _ in range(2):  # the second one finds what the first has left of a Unix socket
+        async with running(config) as router, web_client(config.calls_listen) as http:
+            script = Script(Harness(config), http, router._calls)
+            turn = (await script.request(TURN)).meta["turn"]
+            assert await script.part(turn, f"1 1 200,0,{DECODE}", b"".join(decode_events(params=handle()))) == 200
+            assert router.world.metrics.value("kvreturn_handles_captured_total") == 1
+            async with http.get("/kvreturn/health") as health:
+                assert health.status == 200
+
+
+def web_client(address: str) -> aiohttp.ClientSession:
+    if not address.startswith("unix:"):
+        return aiohttp.ClientSession(f"http://{address}")
+    connector = aiohttp.UnixConnector(address.removeprefix("unix:"))
+    return aiohttp.ClientSession("http://router", connector=connector)
+
+
+async def test_a_drain_lets_calls_end_and_waits_for_the_parts_of_their_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_NOTICE", 0.05)
+    arrived, answer = asyncio.Event(), asyncio.Event()
+
+    async def waits(seen: Seen) -> web.StreamResponse:
+        arrived.set()
+        await answer.wait()
+        return await replies()(seen)
+
+    async with FakePrefill(waits) as node:
+        config = settings(listen=f"unix:{tmp_path}/router", pools={"prefill": [node.address], "decode": [DECODE]})
+        async with running(config) as router, web_client(config.calls_listen) as http:
+            script = Script(Harness(config), http, router._calls)
+            call = asyncio.create_task(script.request(TURN))
+            await arrived.wait()
+            drain = asyncio.create_task(router.drain(5))
+            await asyncio.sleep(0.1)
+            async with http.get("/kvreturn/health") as health:
+                assert health.status == 503
+            assert router.streams == 1
+            answer.set()
+            turn = (await call).meta["turn"]
+            await asyncio.sleep(0.05)
+            assert not drain.done()
+            assert await script.part(turn, f"1 1 200,0,{DECODE}", b"".join(decode_events(params=handle()))) == 200
+            await asyncio.wait_for(drain, 1)
+            assert router.world.metrics.value("kvreturn_handles_captured_total") == 1
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await script.request(TURN)
+
+
+async def test_a_drain_ends_a_call_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_NOTICE", 0.05)
+    async with FakePrefill(hangs) as node:
+        config = settings(listen=f"unix:{tmp_path}/router", pools={"prefill": [node.address], "decode": [DECODE]})
+        async with web_client(config.calls_listen) as http:
+            async with running(config) as router:
+                call = asyncio.create_task(Script(Harness(config), http, router._calls).request(TURN))
+                await node.arrived.wait()
+                begun = time.monotonic()
+                await router.drain(0.2)
+            assert time.monotonic() - begun < 1
+            await asyncio.wait_for(node.left.wait(), 1)
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await call
+            assert router.world.admission.live == router.streams == 0
+
+
+@pytest.mark.parametrize("taken", ["listen", "calls", "admin"])
+async def test_a_port_in_use_is_told_by_its_address(taken: str, node: FakePrefill) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         address = "{}:{}".format(*other.getsockname())
-        ports = {"listen": f"unix:{tmp_path}/router", "admin": None, taken: address}
+        ports = {"listen": f"127.0.0.1:{unused_port()}", "admin": None, taken: address}
         config = settings(**ports, pools={"prefill": [node.address], "decode": [DECODE]})
-        with pytest.raises(ListenError, match=f"cannot listen on {address}"):
+        with pytest.raises(ListenError, match=rf"cannot listen on {address} \({taken}\): Address already in use"):
             async with running(config):
                 pass
 
