@@ -193,4 +193,4 @@ def left(router: Harness) -> Sequence[object]:
     fast, world = router.service.fast, router.world
     loads = [node.load for pool in (world.prefill, world.decode) for node in pool.snapshot()]
     counted = (world.admission.live, fast.passing, router.metric("live_streams"), sum(loads))
-    return [*filter(None, counted), *fast._named, *router.service.running, *fast._working]
+    return [*filter(None, counted), *fast.named, *router.service.running, *fast._working]

@@ -8,7 +8,7 @@ from typing import Any
 from kvreturn.envoy import names
 from kvreturn.envoy.reading import Chain, Doc, Route, chains, is_type, normalise
 
-_PLAIN = "plain"  # the route whose requests the script leaves alone
+_PLAIN = "plain"  # the route whose requests without a body the script leaves alone
 
 
 def is_pass(http_filter: Doc) -> bool:
@@ -59,12 +59,19 @@ def _constant(script: str, name: str, form: str) -> str | None:
     return found and found[1]
 
 
-def calls(chain: Chain, route: Route) -> bool | None:
-    """Whether a script tells the router of a route's requests; None if the chain has none that could."""
+def calls(chain: Chain, route: Route, *, bodiless: bool) -> bool | None:
+    """Whether a script tells the router of a route's requests; None if the chain has none that could.
+
+    Args:
+        chain: with the scripts, or without.
+        route: one of its own.
+        bodiless: of those too that have no body.
+    """
     scripts = [f for f in chain.filters if takes_requests(f)]
     if not scripts:
         return None
-    return route.route.get("name") != _PLAIN and any(_runs(route, f) for f in scripts)
+    left = route.route.get("name") == _PLAIN and (bodiless or route.without_body)
+    return not left and any(_runs(route, f) for f in scripts)
 
 
 def _runs(route: Route, http_filter: Doc) -> bool:

@@ -53,15 +53,16 @@ class Subject:
         """The scripts behind the filter by which the router hears of requests, in place of the filter."""
         return [source(f) for f in self.chain.filters[self.index + 1 :] if takes_requests(f)]
 
-    def reads(self, route: Route, chain: Chain | None = None) -> bool:
+    def reads(self, route: Route, chain: Chain | None = None, *, bodiless: bool = False) -> bool:
         """Whether requests of a route come to the router, by a script or else by the filter.
 
         Args:
             route: one of the chain's.
             chain: this filter's own one if it is None.
+            bodiless: whether requests without a body must come there too.
         """
         chain = chain or self.chain
-        by_script = calls(chain, route)
+        by_script = calls(chain, route, bodiless=bodiless)
         if by_script is not None:
             return by_script
         return any(route.passes(f) for f in chain.filters if f.get("name") == self.entry.get("name"))

@@ -48,7 +48,7 @@ def _other_way_in(s: Subject) -> Iterator[Finding]:
             if unread and not route.without_body and (route.clusters & s.guarded or unknown):
                 what = (
                     "requests with a body reach the decode nodes without the router; restrict the route to GET, HEAD "
-                    "and OPTIONS, or enable the filter (of our scripts, too, which skip a route of the name `plain`)"
+                    "and OPTIONS, or enable the filter, or the script that takes requests in its place"
                 )
                 yield route.where, what
 
@@ -58,13 +58,14 @@ def _stored_responses(s: Subject) -> Iterator[Finding]:
     for route in s.chain.routes:
         if not route.takes(names.STORED_RESPONSES) or id(route.host) in seen:
             continue
-        if s.reads(route):
+        if s.reads(route, bodiless=True):
             if "headers" not in route.route["match"]:
                 seen.add(id(route.host))
         elif route.clusters & s.guarded and s.node_key(route) == names.DECODE_NODE_KEY:
             what = (
                 f"GET {names.STORED_RESPONSES}... reaches the decode nodes without the router, and a stored response "
-                "has its handle in it; put a route with that prefix before this one, with the filter"
+                "has its handle in it; put a route with that prefix before this one, with the filter, and not of the "
+                "name `plain`"
             )
             yield route.where, what
 

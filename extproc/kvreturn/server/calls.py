@@ -82,7 +82,7 @@ class Calls:
                 await response.prepare(request)
                 await response.write_eof()
         except BaseException:
-            self._fast.abandon(exchange)  # the client has left: nobody will tell of its answer
+            exchange.finish()  # the client has left: nobody will tell of its answer
             raise
         exchange.close()
         return response

@@ -48,8 +48,7 @@ class FastExchange(Exchange):
         self._told: Go | Refuse | None = None  # what becomes of the request
         self._forward_only = False  # the request is over: what is refused now is an answer, by ext_proc
         self.name = ""
-        self._apart = False  # no stream or call is under way, but the exchange is
-        self._closed = False
+        self._apart = self._closed = False  # apart: no stream or call is under way, but the exchange is
         self.in_parts = False  # whether a script may take its answer on
         self._next = 1  # number of the part that is awaited
         self._parts = asyncio.Condition()
@@ -238,6 +237,7 @@ class FastLane:
 
     def forget(self, name: str) -> None:
         """A name is of no more use."""
+        self._drop(name)
         self.named.pop(name, None)
 
     def join(self, name: str) -> FastExchange | None:
@@ -266,11 +266,6 @@ class FastLane:
         """An exchange is over."""
         if self._drop(name):
             self.named[name].finish()
-
-    def abandon(self, exchange: FastExchange) -> None:
-        """An exchange is over before its request was."""
-        self._drop(exchange.name)
-        exchange.finish()
 
     def _over(self, name: str, status: int) -> None:
         """Envoy is through with an exchange."""

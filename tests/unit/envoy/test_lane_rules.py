@@ -197,7 +197,6 @@ OTHERS: dict[str, tuple[Doc, Change, str]] = {
         lambda doc: ext_proc(doc).update(failure_mode_allow=True),
         "31-unread-requests",
     ),
-    "turns by a route that the script leaves alone": (_ONE, on_route(_TURNS_ROUTE, name="plain"), "31-other-way-in"),
     "a route without the scripts": (_ONE, on_route(_TURNS_ROUTE, **NO_LUA), "31-other-way-in"),
     "a route with another script": (_ONE, on_route(_TURNS_ROUTE, **OTHER_LUA), "31-other-way-in"),
     "stored responses by such a route": (_ONE, on_route(0, name="plain"), "p-stored-responses"),
@@ -223,6 +222,7 @@ KEEPS: dict[str, tuple[Doc, Change]] = {
     "one router needs no name": (_ONE, lambda doc: ext_proc(doc)["grpc_service"].pop("initial_metadata")),
     "ext_proc waits for answers only": (_ONE, lambda doc: ext_proc(doc).update(message_timeout="2s")),
     "ext_proc sets no metadata": (_ONE, lambda doc: ext_proc(doc)["metadata_options"].pop("receiving_namespaces")),
+    "turns by a route of which the script leaves the rest alone": (_ONE, on_route(_TURNS_ROUTE, name="plain")),
     "retries of what the router does not hear of": (
         _ONE,
         on_route(_PLAIN_ROUTE, route={"cluster": "decode", "timeout": "0s", "retry_policy": {"retry_on": "5xx"}}),
