@@ -36,9 +36,6 @@ class FastExchange(Exchange):
     Args:
         world: what all exchanges share.
         lane: that knows it by its name.
-
-    Attributes:
-        name: what the script calls it; empty if its answer does not matter.
     """
 
     def __init__(self, world: World, lane: "FastLane") -> None:
@@ -47,7 +44,7 @@ class FastExchange(Exchange):
         self._config = CALLED
         self._told: Go | Refuse | None = None  # what becomes of the request
         self._forward_only = False  # the request is over: what is refused now is an answer, by ext_proc
-        self.name = ""
+        self.name = ""  # what the script calls it; empty if its answer does not matter
         self._apart = self._closed = False  # apart: no stream or call is under way, but the exchange is
         self.in_parts = False  # whether a script may take its answer on
         self._next = 1  # number of the part that is awaited
@@ -139,13 +136,15 @@ class FastExchange(Exchange):
                 return
             if self._next > part.number:
                 return  # the script did not know that it had come
+            over = True  # if this fails, nobody knows what the answer was, either
             try:
                 await self._read(part)
+                over = part.last
             finally:
                 self._next += 1
                 self._parts.notify_all()
-        if part.last:
-            self._lane.leave(self.name)
+                if over:
+                    self._lane.leave(self.name)
 
     async def _read(self, part: Part) -> None:
         if part.begun:

@@ -11,6 +11,7 @@ import pytest
 
 from kvreturn.server import fast
 from kvreturn.server.part import Begun, Part
+from kvreturn.server.record import TurnRecord
 from support.calls import Answered, Log, Script, calling, left
 from support.events import response_events
 from support.extproc import Modes, Request, Response, headers_message
@@ -186,6 +187,22 @@ async def test_parts_of_another_version_are_told_of_once_and_harm_nothing(
         assert caplog.text.count("make the bootstrap again") == 1
         await turn.tell(f"1 1 {BEGUN}", TEXT)
         assert turn.router.handles == 1
+
+
+async def test_a_turn_leaves_nothing_if_a_part_of_it_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    async with turning() as turn:
+        await turn.begin()
+        assert await turn.tell(f"1 0 {BEGUN}", EVENTS[0]) == 200
+        with monkeypatch.context() as broken:
+            broken.setattr(TurnRecord, "body", fails)
+            named = {"x-kvreturn-turn": turn.name, "x-kvreturn-part": "2 0"}
+            async with turn.script.http.post("/kvreturn/part", headers=named, data=b"") as said:
+                assert (said.status, "x-kvreturn-reply" in said.headers) == (500, False)
+        assert await turn.tell("3 1", b"".join(EVENTS[2:])) == 404
+        assert (turn.router.records, turn.router.outcomes()) == (0, {"first_turn": 1})
 
 
 async def test_what_is_begun_is_done_though_the_script_waits_no_longer() -> None:
