@@ -35,6 +35,7 @@ class Told:
         meta: what is put into Envoy's metadata.
         body: of that answer, or of the request as it goes on.
         put: bytes of it that came from the router.
+        rewritten: whether the script makes a new body.
     """
 
     status: int | None = None
@@ -42,6 +43,7 @@ class Told:
     meta: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
     put: int = 0
+    rewritten: bool = False
 
 
 def apply(said: bytes, headers: dict[str, str], body: bytes) -> Told:
@@ -75,7 +77,7 @@ def apply(said: bytes, headers: dict[str, str], body: bytes) -> Told:
             made.append(rest[at : at + int(value)])
             at += int(value)
     assert at == len(rest)
-    told.body, told.put = b"".join(made) if made else body, at
+    told.body, told.put, told.rewritten = b"".join(made) if made else body, at, bool(made)
     return told
 
 

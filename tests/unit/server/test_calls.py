@@ -132,7 +132,7 @@ async def test_json_that_is_no_turn_goes_on_without_transfer_parameters(path: st
 async def test_what_has_nothing_to_hide_goes_on_as_it_came(request_: Request, kind: Kind | None) -> None:
     router = harness()
     went = await told(router, request_, kind)
-    assert (went.status, went.body, went.put, went.meta) == (None, b"".join(request_.pieces), 0, {})
+    assert (went.status, went.body, went.rewritten, went.meta) == (None, b"".join(request_.pieces), False, {})
     assert went.headers.items() >= dict(request_.headers).items()
     assert left(router) == []
 

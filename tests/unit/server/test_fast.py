@@ -144,12 +144,21 @@ async def test_who_does_not_know_the_name_can_tell_nothing(name: str) -> None:
         turn.router.service.fast.leave(turn.name)
 
 
-async def test_a_part_that_comes_twice_counts_once() -> None:
+async def test_a_part_that_comes_twice_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[bytes] = []
+    plain = TurnRecord.body
+
+    def body(self: TurnRecord, data: bytes) -> None:
+        read.append(data)
+        plain(self, data)
+
+    monkeypatch.setattr(TurnRecord, "body", body)
     async with turning() as turn:
         await turn.begin()
-        half = len(TEXT) // 2
-        for about, text in ((f"1 0 {BEGUN}", TEXT[:half]), (f"1 0 {BEGUN}", TEXT[:half]), ("2 1", TEXT[half:])):
+        parts = [(f"1 0 {BEGUN}", EVENTS[0]), ("2 0", EVENTS[1]), ("3 1", b"".join(EVENTS[2:]))]
+        for about, text in (parts[0], parts[0], parts[1], parts[1], parts[0], parts[2]):
             assert await turn.tell(about, text) == 200
+        assert b"".join(read) == TEXT
         assert turn.router.handles == 1
         again = await Turn(turn.router, turn.script).begin("Hi", "Good morning", "And?")
         assert carried_handle(turn.router.asks[-1].body) == handle()
