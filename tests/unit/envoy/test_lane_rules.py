@@ -184,7 +184,7 @@ def test_what_breaks_the_fast_lane_is_found(doc: Doc, change: Change, words: str
 OTHERS: dict[str, tuple[Doc, Change, str]] = {
     "no time for the prefill leg": (
         _ONE,
-        script("local REQUEST_SECONDS = 65", "local REQUEST_SECONDS = 60.5"),
+        script("local REQUEST_SECONDS = 65.0", "local REQUEST_SECONDS = 60.5"),
         "13-message-timeout",
     ),
     "no room for a body": (
