@@ -69,7 +69,7 @@ def _no_filter(bootstrap: Json) -> None:
 @pytest.mark.parametrize(
     ("change", "check", "status", "found"),
     [
-        (_short_timeout, "envoy.lint", "fail", "13-message-timeout"),
+        (_short_timeout, "envoy.lint", "fail", "14-message-timeout-floor"),
         (_another_node, "envoy.nodes", "fail", "Envoy also knows 127.0.0.1:9"),
         (_no_filter, "gateway.outcome", "skipped", "this router counted no turn"),
     ],
