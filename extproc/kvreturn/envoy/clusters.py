@@ -115,16 +115,7 @@ def router_cluster(listens: Sequence[str], *, named: bool = False) -> cluster_pb
         named: whether a stream may name one of them, by `names.TO_HEADER`.
     """
     cluster = _cluster(names.ROUTER_CLUSTER, [reachable(listen) for listen in listens], timedelta(seconds=1))
-    cluster.health_checks = [
-        core_pb.HealthCheck(
-            timeout=timedelta(seconds=1),
-            interval=timedelta(seconds=1),
-            no_traffic_interval=timedelta(seconds=1),
-            unhealthy_threshold=1,
-            healthy_threshold=1,
-            grpc_health_check=core_pb.HealthCheckGrpcHealthCheck(),
-        )
-    ]
+    cluster.health_checks = [of_a_router(core_pb.HealthCheck(grpc_health_check=core_pb.HealthCheckGrpcHealthCheck()))]
     # A single one gets streams whatever its health is, since Envoy has no other; but who asks whether this Envoy can
     # serve wants to know.
     if may_be_several(listens):
@@ -137,6 +128,13 @@ def router_cluster(listens: Sequence[str], *, named: bool = False) -> cluster_pb
         )
     )
     return cluster
+
+
+def of_a_router(check: core_pb.HealthCheck) -> core_pb.HealthCheck:
+    """A look at a router: each second, and one is enough either way."""
+    check.timeout = check.interval = check.no_traffic_interval = timedelta(seconds=1)
+    check.unhealthy_threshold = check.healthy_threshold = 1
+    return check
 
 
 def plain_cluster(name: str, addresses: Sequence[str], connect: timedelta, *, idle: timedelta) -> cluster_pb.Cluster:

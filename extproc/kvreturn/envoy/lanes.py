@@ -10,7 +10,7 @@ from kvreturn.core.address import split_address
 from kvreturn.core.api import APIS
 from kvreturn.core.scrub import ROUTING_HEADERS, ROUTING_PREFIXES
 from kvreturn.envoy import filters, names
-from kvreturn.envoy.clusters import plain_cluster, router_cluster
+from kvreturn.envoy.clusters import of_a_router, plain_cluster, router_cluster
 from kvreturn.envoy.filters import message_timeout
 from kvreturn.envoy.ports import are_told_apart, reachable
 from kvreturn.envoy.protos import (
@@ -102,16 +102,8 @@ def _calls(settings: Settings, listen: str) -> cluster_pb.Cluster:
     address = reachable(settings.calls_of(listen))
     cluster = plain_cluster(names.calls_of(as_envoy_knows(listen)), [address], _CONNECT, idle=_IDLE)
     if len(settings.routers()) > 1:  # a single one is called whatever its health is
-        cluster.health_checks = [
-            core_pb.HealthCheck(
-                timeout=timedelta(seconds=1),
-                interval=timedelta(seconds=1),
-                no_traffic_interval=timedelta(seconds=1),
-                unhealthy_threshold=1,
-                healthy_threshold=1,
-                http_health_check=core_pb.HealthCheckHttpHealthCheck(path=names.HEALTH_PATH),
-            )
-        ]
+        look = core_pb.HealthCheckHttpHealthCheck(path=names.HEALTH_PATH)
+        cluster.health_checks = [of_a_router(core_pb.HealthCheck(http_health_check=look))]
         cluster.common_lb_config = cluster_pb.ClusterCommonLbConfig(healthy_panic_threshold=type_pb.Percent(value=0))
     return cluster
 

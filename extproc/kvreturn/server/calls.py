@@ -1,5 +1,6 @@
 """What the fast lane's scripts in Envoy call, over HTTP/1: their requests, and the parts of their answers."""
 
+import asyncio
 import base64
 import logging
 
@@ -9,7 +10,8 @@ from kvreturn.core.api.base import error_body
 from kvreturn.core.ports import Refuse
 from kvreturn.envoy import names
 from kvreturn.server.called import Go, read_head, reply
-from kvreturn.server.fast import FastExchange, FastLane
+from kvreturn.server.fast import FastLane
+from kvreturn.server.fast_exchange import FastExchange
 from kvreturn.server.intake import is_read
 from kvreturn.server.part import Part
 from kvreturn.server.world import World
@@ -90,8 +92,11 @@ class Calls:
     async def _told(self, exchange: FastExchange, headers: dict[str, str], body: bytes | None) -> Go | Refuse:
         try:
             return await exchange.request(headers, body)
-        except Exception:
-            log.exception("an exchange failed")
+        except (Exception, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task and task.cancelling():
+                raise
+            log.exception("an exchange failed")  # a cancellation that is not this call's is an error too
             return exchange.failed()
 
     async def _part(self, request: web.Request) -> web.Response:

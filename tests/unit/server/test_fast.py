@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvreturn.server import fast
+from kvreturn.server import fast, fast_exchange
 from kvreturn.server.part import Begun, Part
 from kvreturn.server.record import TurnRecord
 from support.calls import Answered, Log, Script, calling, left
@@ -126,7 +126,7 @@ async def test_parts_may_overtake_one_another() -> None:
 
 
 async def test_a_turn_of_which_a_part_is_lost_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "_OVERTAKEN", 0.01)
+    monkeypatch.setattr(fast_exchange, "OVERTAKEN", 0.01)
     async with turning() as turn:
         await turn.begin()
         await turn.tell(f"1 0 {BEGUN}", EVENTS[0])
@@ -363,7 +363,7 @@ class TestAnswersByExtProc:
 
         async with turning() as turn:
             await turn.begin(stream=False)
-            monkeypatch.setattr(fast.FastExchange, "_response_begins", fails)
+            monkeypatch.setattr(fast_exchange.FastExchange, "_response_begins", fails)
             envoy = await turn.script.by_ext_proc(turn.name, Response([decode_body()], headers=JSON))
             assert envoy.client.status == 500
             assert "internal error" in json.loads(envoy.client.body)["error"]["message"]
