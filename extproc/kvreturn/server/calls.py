@@ -4,7 +4,10 @@ import asyncio
 import base64
 import logging
 
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http import RawRequestMessage
+from aiohttp.web_protocol import RequestHandler
 
 from kvreturn.core.api.base import error_body
 from kvreturn.core.ports import Refuse
@@ -40,28 +43,30 @@ class Calls:
         self.serving = True
         """Whether new turns are welcome, as Envoy's health check is told."""
 
-    def runner(self) -> web.AppRunner:
+    def runner(self) -> web.ServerRunner:
         """All that is served, ready to listen."""
-        app = web.Application(client_max_size=0)  # the router's own limit has an answer of its own
-        app.router.add_post(names.REQUEST_PATH, self._request)
-        app.router.add_post(names.PART_PATH, self._part)
-        app.router.add_get(names.HEALTH_PATH, self._health)
-        # A client that leaves ends its call, and with it the prefill leg.
         room = 2 * self._world.settings.limits.header_bytes + _ROOM
-        return web.AppRunner(
-            app,
-            access_log=None,
+        server = web.Server(
+            self._serve,
+            request_factory=_request,
+            # A client that leaves ends its call, and with it the prefill leg.
             handler_cancellation=True,
-            shutdown_timeout=_SHUTDOWN,
+            access_log=None,
             max_line_size=room,
             max_field_size=room,
         )
+        return web.ServerRunner(server, shutdown_timeout=_SHUTDOWN)
 
-    async def _health(self, request: web.Request) -> web.Response:
-        del request
-        return web.Response(status=200 if self.serving else 503)
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        asked = (request.method, request.path)
+        if asked == ("POST", names.REQUEST_PATH):
+            return await self._request(request)
+        if asked == ("POST", names.PART_PATH):
+            return await self._part(request)
+        healthy = asked == ("GET", names.HEALTH_PATH)
+        return web.Response(status=404 if not healthy else 200 if self.serving else 503)
 
-    async def _request(self, request: web.Request) -> web.StreamResponse:
+    async def _request(self, request: web.BaseRequest) -> web.StreamResponse:
         """A client's request: its headers, and behind them its body."""
         body = await request.read()
         try:
@@ -75,7 +80,9 @@ class Calls:
             return web.Response(body=reply(other, b""), headers=_OURS)
         return await self._answered(request, headers, body if kind == "whole" else None)
 
-    async def _answered(self, request: web.Request, headers: dict[str, str], body: bytes | None) -> web.StreamResponse:
+    async def _answered(
+        self, request: web.BaseRequest, headers: dict[str, str], body: bytes | None
+    ) -> web.StreamResponse:
         exchange = self._fast.exchange()
         try:
             with self._fast.call():
@@ -99,7 +106,7 @@ class Calls:
             log.exception("an exchange failed")  # a cancellation that is not this call's is an error too
             return exchange.failed()
 
-    async def _part(self, request: web.Request) -> web.Response:
+    async def _part(self, request: web.BaseRequest) -> web.Response:
         """A part of an answer."""
         told = request.headers
         try:
@@ -109,3 +116,14 @@ class Calls:
             return web.Response(status=400, headers=_OURS)
         known = await self._fast.part(told.get(names.TURN_HEADER, ""), part)
         return web.Response(status=200 if known else 404, headers=_OURS)
+
+
+def _request(
+    message: RawRequestMessage,
+    payload: StreamReader,
+    protocol: RequestHandler,
+    writer: AbstractStreamWriter,
+    task: "asyncio.Task[None]",
+) -> web.BaseRequest:
+    # No limit here: the router's own has an answer of its own.
+    return web.BaseRequest(message, payload, protocol, writer, task, asyncio.get_running_loop(), client_max_size=0)
