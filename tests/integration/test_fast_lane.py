@@ -6,7 +6,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 from aiohttp import web
 
 from kvreturn.config import Settings
+from kvreturn.core.address import split_address
 from kvreturn.core.ports import Put
-from kvreturn.server import fast
+from kvreturn.envoy import names
+from kvreturn.server import calls, fast
 from kvreturn.server.app import running
 from support import cuts
 from support.envoy import unused_address
@@ -249,3 +252,43 @@ async def test_only_who_knows_a_turns_name_can_tell_of_it() -> None:
         assert d.seen[-1].path == "/kvreturn/part"
         assert not [h for h in d.seen[-1].headers if h.startswith("x-kvreturn")]
         assert not there.store.handles
+
+
+def call(kind: str, body: bytes, port: str = "request", headers: Mapping[str, str] | None = None) -> bytes:
+    """What a script sends a router: a chat request of a client, or a part of an answer."""
+    about = b64encode(b":method:POST\n:path:/v1/chat/completions\ncontent-type:application/json\n").decode()
+    named = {names.HEAD_HEADER: f"{names.SCRIPTS} {kind} {about}", "content-length": str(len(body))}
+    lines = [
+        f"POST /kvreturn/{port} HTTP/1.1",
+        "host: kvreturn",
+        *(f"{k}: {v}" for k, v in (named | dict(headers or {})).items()),
+    ]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+async def test_a_client_that_leaves_before_envoy_has_the_routers_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its turn has no name in Envoy, so that no log tells of its end."""
+    monkeypatch.setattr(fast, "_SILENT", 0.1)
+    monkeypatch.setattr(calls, "_ARRIVES", 0.1)
+    async with scripted(FAST) as (there, _, _d):
+        assert there.world
+        reader, writer = await asyncio.open_connection(*split_address(there.settings.calls_listen))
+        writer.write(call("whole", FIRST))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        assert there.world.admission.live == 1
+        writer.close()
+        await gone(there)
+        assert not there.metric("live_streams")
+
+
+async def test_what_no_script_of_ours_says_is_not_looked_into() -> None:
+    """A part is unpacked, to many times its size, only where it is known whose it is."""
+    async with scripted(FAST) as (there, _, _d):
+        reader, writer = await asyncio.open_connection(*split_address(there.settings.calls_listen))
+        told = {"x-kvreturn-turn": "0" * 32, "x-kvreturn-part": "1 1 200,0,"}
+        for text, status in ((call("", b"packed otherwise", "part", told), b"404"), (call("other", FIRST), b"200")):
+            writer.write(text)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.split(b" ")[1] == status
+        assert (await reader.readline()) == b"answer 500\n"
+        writer.close()

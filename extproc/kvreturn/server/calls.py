@@ -21,7 +21,9 @@ from kvreturn.server.world import World
 
 log = logging.getLogger("kvreturn")
 _SHUTDOWN = 0.1  # seconds; by then nothing is under way that is to end
+_ARRIVES = 1.0  # seconds after which Envoy has an answer, or has hung up
 _ROOM = 64 << 10  # Envoy takes a little more than `limits.header_bytes`, and a header of ours has them all
+_KINDS = ("whole", "none", "left")
 _OURS = {names.REPLY_HEADER: "1"}
 _OTHER_SCRIPT = (
     "kvreturn: the fast lane's scripts in Envoy are of another version than the router: make the bootstrap again with "
@@ -74,7 +76,7 @@ class Calls:
             headers = read_head(base64.b64decode(head))
         except ValueError:
             version, kind, headers = "", "", {}
-        if version != names.SCRIPTS or (kind == "left" and is_read(headers)):
+        if version != names.SCRIPTS or kind not in _KINDS or (kind == "left" and is_read(headers)):
             log.error(_OTHER_SCRIPT)
             other = Refuse(500, error_body(_OTHER_SCRIPT, "InternalServerError", 500), why="setup")
             return web.Response(body=reply(other, b""), headers=_OURS)
@@ -83,18 +85,31 @@ class Calls:
     async def _answered(
         self, request: web.BaseRequest, headers: dict[str, str], body: bytes | None
     ) -> web.StreamResponse:
-        exchange = self._fast.exchange()
+        exchange, connection = self._fast.exchange(), request.transport
         try:
             with self._fast.call():
                 told = await self._told(exchange, headers, body)
                 response = web.Response(body=reply(told, body or b""), headers=_OURS)
                 await response.prepare(request)
                 await response.write_eof()
+        except ConnectionError:  # the client left while this was written
+            exchange.finish()
+            return response
         except BaseException:
             exchange.finish()  # the client has left: nobody will tell of its answer
             raise
         exchange.close()
+        if exchange.name and connection:
+            asyncio.get_running_loop().call_later(_ARRIVES, self._look, connection, exchange.name)
         return response
+
+    def _look(self, connection: asyncio.Transport, name: str) -> None:
+        """A client that left before Envoy had our answer: no script has the turn's name, so no log will have it either.
+
+        Envoy then hangs up, and keeps a connection whose answer it has got.
+        """
+        if connection.is_closing():
+            self._fast.doubt(name)
 
     async def _told(self, exchange: FastExchange, headers: dict[str, str], body: bytes | None) -> Go | Refuse:
         try:
@@ -109,12 +124,15 @@ class Calls:
     async def _part(self, request: web.BaseRequest) -> web.Response:
         """A part of an answer."""
         told = request.headers
+        turn = told.get(names.TURN_HEADER, "")
+        if turn not in self._fast.named:  # unread: who knows no turn must not say how large a text gets unpacked
+            return web.Response(status=404, headers=_OURS)
         try:
             part = Part.read(told.get(names.PART_HEADER, ""), await request.read())
         except ValueError:
             self._world.warn_once(_OTHER_SCRIPT)
             return web.Response(status=400, headers=_OURS)
-        known = await self._fast.part(told.get(names.TURN_HEADER, ""), part)
+        known = await self._fast.part(turn, part)
         return web.Response(status=200 if known else 404, headers=_OURS)
 
 

@@ -188,6 +188,11 @@ class FastLane:
             if self.named[name].in_parts:
                 self._expect(name, _SILENT)
 
+    def doubt(self, name: str) -> None:
+        """Envoy may not know of this turn: it is over, unless something is heard of it soon."""
+        if name in self._passing:
+            self._expect(name, _SILENT)
+
     async def _read_logs(self, messages: AsyncIterator[StreamAccessLogsMessage]) -> None:
         loop = asyncio.get_running_loop()
         async for message in messages:
