@@ -4,11 +4,13 @@ import gzip
 import json
 import zlib
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
 from support.envoy import raw
 from support.gateway import BODY_MODES, CHAT, COMPLETIONS, scripted
+from support.h2 import h2_request
 from support.nodes import Seen, decode_body, replies
 
 pytestmark = pytest.mark.parametrize("shipped", BODY_MODES)
@@ -96,6 +98,23 @@ async def test_no_content_type_takes_them_to_a_node(shipped: str, path: str) -> 
             assert status == 200, kind
         assert len(d.seen) == len(TYPES)
         assert not [seen for seen in (*p.seen, *d.seen) if planted(seen)]
+
+
+@pytest.mark.parametrize("white", ["", " ", "\t"])
+async def test_no_white_space_around_a_content_type_takes_them_to_a_node(shipped: str, white: str) -> None:
+    """HTTP/2 lets it pass, and HTTP/1, which nodes speak, cuts it off."""
+    bodies = {
+        "": (PLAIN.encode(), 200),
+        "application/json": (PLAIN.encode(), 200),
+        "application/x-www-form-urlencoded": (f"vllm_xargs={quote(PLAIN)}".encode(), 400),
+    }
+    async with scripted(shipped, answer, answer) as (there, _, d):
+        for kind, (body, status) in bodies.items():
+            headers = {":method": "POST", ":scheme": "http", ":authority": "x", ":path": "/v1/embeddings"}
+            got = await h2_request(there.tap.address, {**headers, "content-type": f"{white}{kind}{white}"}, body)
+            assert got.status == status, kind
+        assert len(d.seen) == 2
+        assert not [seen for seen in d.seen if planted(seen)]
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE"])

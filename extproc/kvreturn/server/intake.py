@@ -13,7 +13,8 @@ from kvreturn.core.scrub import may_hold_params, scrub_body
 
 _BY_PATH = {api.path: api for api in APIS}
 _STORED = re.compile(rf"{re.escape(Responses.path)}/([^/]+)(?:/[^/]*)*")
-_FORM = re.compile(r"multipart/form-data|application/x-www-form-urlencoded", re.IGNORECASE)
+# HTTP/2 clients may send white space around a value; on the way to the node it goes (RFC 9112, 5.1).
+_FORM = re.compile(r"[ \t]*(?:multipart/form-data|application/x-www-form-urlencoded)", re.IGNORECASE)
 _CHARSET = re.compile(r'charset\s*=\s*"?([\w.-]*)', re.IGNORECASE)
 _ASCII_BASED = frozenset({"utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1"})
 # The name of a member of transfer parameters, or a letter or underscore that is written as an escape: nobody does that
@@ -49,7 +50,7 @@ def _path(headers: Mapping[str, str]) -> str:
 
 def is_json(headers: Mapping[str, str]) -> bool:
     """Whether vLLM's server reads the body as JSON. FastAPI does so too where the type is missing or empty."""
-    return bool(_JSON.match(headers.get("content-type") or "application/json"))
+    return bool(_JSON.match(headers.get("content-type", "").strip(" \t") or "application/json"))
 
 
 def is_form(headers: Mapping[str, str]) -> bool:

@@ -140,7 +140,7 @@ end
 -- back, so the router cannot be asked.
 local function is_read(headers)
   local kind = string.lower(headers:get("content-type") or "")
-  if kind == "" or find(kind, "json", 1, true) or find(kind, "form", 1, true) then
+  if not find(kind, "[^ \t]") or find(kind, "json", 1, true) or find(kind, "form", 1, true) then
     return true
   end
   local path = gsub(match(headers:get(":path") or "", "^[^?]*"), "%%(%x%x)", function(hex)
