@@ -227,6 +227,27 @@ async def test_turns_go_with_the_envoy_that_dies(monkeypatch: pytest.MonkeyPatch
         assert not there.world.admission.live
 
 
+async def test_an_answer_that_is_awaited_through_another_envoy_still_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is no stream may take longer than any part of a stream."""
+    monkeypatch.setattr(fast, "_SILENT", 0.1)
+
+    async def slowly(seen: Seen) -> web.StreamResponse:
+        await asyncio.sleep(0 if b"quick" in seen.body else 1)
+        return await replies(decode_body(params=handle()))(seen)
+
+    async with scripted(FAST, slowly) as (there, _, d):
+        plain = there.settings.model_dump(by_alias=True)
+        plain["envoy"] |= {name: unused_address() for name in ("listen", "prefill_listen", "admin")}
+        async with envoy_before(Settings.model_validate(plain)) as other:
+            assert (await other.post(CHAT, chat("quick"))).status == 200
+            await asyncio.sleep(0.5)  # Envoy begins to log once an exchange is over
+            d.arrived.clear()
+            answer = asyncio.create_task(there.post(CHAT, chat("Hi")))
+            await d.arrived.wait()
+            os.kill(other.envoy.child.pid, signal.SIGKILL)
+            assert (await answer).status == 200
+
+
 async def test_each_router_is_told_of_its_own_turns() -> None:
     async with FakePrefill() as p, FakePrefill(streams(*EVENTS)) as d:
         listens = [unused_address(), unused_address()]
