@@ -62,7 +62,7 @@ class Deployment:
 
     def router_at(self, listen: str) -> list[tuple[str, str]]:
         """Where Envoy asks a router: clusters, and its addresses there."""
-        calls = names.calls_of(as_envoy_knows(listen)), self.settings.calls_of(listen)
+        calls = names.requests_of(as_envoy_knows(listen)), self.settings.calls_of(listen)
         return [(names.ROUTER_CLUSTER, listen), *([calls] if is_fast(self.settings) else [])]
 
     async def active(self, session: aiohttp.ClientSession, cluster: str, address: str) -> int:

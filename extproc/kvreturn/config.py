@@ -37,9 +37,9 @@ class Settings(Section):
     )
     calls: Listen | None = Field(
         None,
-        description="Where Envoy's scripts reach the router in the fast lane, over HTTP (docs/lanes.md): a port or a "
-        "path of its own. Unset: 1000 ports below `listen`, or `PATH.calls`. Routers of `envoy.routers` have theirs as "
-        "far from their `listen`.",
+        description="Where Envoy's scripts reach the router in the fast lane, over HTTP (docs/lanes.md): `host:port` "
+        "or `unix:/path`. Unset: 1000 ports below `listen` (above it, where there are not as many), or `PATH.calls`. "
+        "Other routers have theirs as far from their `listen`: set it in the files of all of them, or in none.",
     )
     admin: Address | None = Field(
         "127.0.0.1:9091",
@@ -112,7 +112,8 @@ class Settings(Section):
     def _distinct_ports(self) -> Self:
         for (a, where), (b, there) in itertools.combinations(self.listens().items(), 2):
             if where == there:
-                raise ValueError(f"{a} and {b}: both are {where}; give each its own")
+                hint = "" if self.calls else " (`calls`, if unset, goes by `listen`)"
+                raise ValueError(f"{a} and {b}: both are {where}; give each its own{hint * ('calls' in a + b)}")
         return self
 
     @model_validator(mode="after")

@@ -75,7 +75,7 @@ def through(*answers: Answer, path: str = CHAT) -> Asked:
 @pytest.mark.parametrize("before", [1, 2])
 def test_the_next_router_takes_what_nobody_has_begun_with(down: Answer, before: int) -> None:
     asked = through(*[down] * before, GO)
-    assert [c.cluster for c in asked.calls] == [f"kvreturn_calls@{router}" for router in THREE[: before + 1]]
+    assert [c.cluster for c in asked.calls] == [f"kvreturn_requests@{router}" for router in THREE[: before + 1]]
     assert len({(c.headers["x-kvreturn-head"], c.body) for c in asked.calls}) == 1
     assert (asked.response, asked.passed) == (None, BODY)
     assert ("x-by", "a router") in asked.sent
@@ -110,7 +110,7 @@ def test_a_routers_own_error_is_what_it_says_and_no_fault_of_the_way_there() -> 
 def test_routers_are_asked_in_turn() -> None:
     thread = worker(scripts(routers=THREE)[0])
     seen = [Asked(fields(), [BODY], lambda _: GO, on=thread).calls[0].cluster for _ in range(7)]
-    assert seen == [f"kvreturn_calls@{router}" for router in itertools.islice(itertools.cycle(THREE), 7)]
+    assert seen == [f"kvreturn_requests@{router}" for router in itertools.islice(itertools.cycle(THREE), 7)]
 
 
 _LATE_TEXT = "kvreturn: the router did not answer in time; try again later"

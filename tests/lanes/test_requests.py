@@ -33,7 +33,7 @@ def head(call: Call) -> tuple[str, str, bytes]:
 
 def test_a_request_is_told_of_in_one_call_that_it_waits_for() -> None:
     (call,) = Asked(fields(), [BODY[:9], BODY[9:]]).calls
-    assert (call.cluster, call.body, call.waited) == (f"kvreturn_calls@{ROUTER}", BODY, True)
+    assert (call.cluster, call.body, call.waited) == (f"kvreturn_requests@{ROUTER}", BODY, True)
     assert call.headers == {
         ":method": "POST",
         ":path": "/kvreturn/request",
@@ -209,7 +209,7 @@ def test_a_node_that_envoy_knows_by_its_name_only_is_looked_up() -> None:
 def test_a_turn_is_known_to_the_router_that_has_taken_it() -> None:
     first, second = f"10.1.0.1:{ROUTER[-4:]}", f"10.1.0.2:{ROUTER[-4:]}"
     thread = worker(scripts(routers=(first, second))[0])
-    answers = {f"kvreturn_calls@{first}": UNREACHABLE, f"kvreturn_calls@{second}": ours(b"go\nmeta turn:t\n\n")}
+    answers = {f"kvreturn_requests@{first}": UNREACHABLE, f"kvreturn_requests@{second}": ours(b"go\nmeta turn:t\n\n")}
     for expected in (second, second):  # the first one is down
         asked = Asked(fields(), [BODY], lambda call: answers[call.cluster], on=thread)
         assert asked.exchange.metadata == {"turn": "t", "router": expected}

@@ -123,17 +123,20 @@ def _another_router() -> core_pb.RetryPolicy:
     )
 
 
-def readiness() -> hcm_pb.HttpFilter:
+def readiness(*more: str) -> hcm_pb.HttpFilter:
     """Answers `names.READY` itself: 200 while a router and a decode node are healthy, 503 else and while Envoy drains.
 
     Prefill nodes do not count: without them decode nodes work alone.
+
+    Args:
+        more: clusters of which one endpoint must be healthy too.
     """
     path = route_pb.HeaderMatcher(name=":path", string_match=matcher_pb.StringMatcher(exact=names.READY))
     one = type_pb.Percent(value=1)  # Envoy knows no absolute number, and takes less for 0
     config = health_check_pb.HealthCheck(
         pass_through_mode=False,
         headers=[path],
-        cluster_min_healthy_percentages={names.ROUTER_CLUSTER: one, names.DECODE_CLUSTER: one},
+        cluster_min_healthy_percentages=dict.fromkeys((names.ROUTER_CLUSTER, names.DECODE_CLUSTER, *more), one),
     )
     return _filter("envoy.filters.http.health_check", config)
 

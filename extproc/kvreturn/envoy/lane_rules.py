@@ -92,9 +92,12 @@ def _left_out(matcher: Doc) -> bool:
 
 def _reaches(s: Subject, router: str) -> Iterator[Finding]:
     """How the scripts, and Envoy's log, reach one router and no other."""
-    calls, alone = names.calls_of(router), names.one_router(router)
+    asked, calls, alone = names.requests_of(router), names.calls_of(router), names.one_router(router)
+    if asked not in s.clusters:
+        what = f"no cluster {asked}: the scripts cannot call this router, and its turns get 500; add it, or {_AGAIN}"
+        yield "static_resources.clusters", what
     if calls not in s.clusters:
-        what = f"no cluster {calls}: the scripts cannot call this router, and its turns get 500; add it, or {_AGAIN}"
+        what = f"no cluster {calls}: turns end unstored, as this router is not told of answers; add it, or {_AGAIN}"
         yield "static_resources.clusters", what
     if alone not in s.clusters:
         what = f"no cluster {alone}: Envoy's log cannot reach this router; add it, or {_AGAIN}"

@@ -65,7 +65,12 @@ def hold_script(settings: Settings) -> str:
 
 def _script(constants: Mapping[str, Constant], names_of: Sequence[str]) -> str:
     folder = files("kvreturn.envoy") / "lua"
-    known = {"NAMESPACE": names.METADATA_NAMESPACE, "CALLS": names.calls_of(""), **constants}
+    known = {
+        "NAMESPACE": names.METADATA_NAMESPACE,
+        "CALLS": names.calls_of(""),
+        "REQUESTS": names.requests_of(""),
+        **constants,
+    }
     first = "".join(f"local {name} = {_lua(value)}\n" for name, value in known.items())
     return "\n".join([first, *((folder / name).read_text() for name in names_of)])
 
@@ -85,9 +90,17 @@ def as_envoy_knows(listen: str) -> str:
     return f"127.0.0.1:{split_address(host)[1]}" if host.startswith("localhost:") else host
 
 
-def one_each(settings: Settings) -> list[cluster_pb.Cluster]:
-    """Two clusters for each router alone, for its calls and for the log of its turns: only that one knows of them."""
-    return [c for listen in settings.routers() for c in (_calls(settings, listen), _alone(listen))]
+def clusters(settings: Settings) -> list[cluster_pb.Cluster]:
+    """How the scripts, and the log of turns, reach each router alone: only one knows of a turn. And all together."""
+    several = len(settings.routers()) > 1
+    found = [_looked_at(_calls(settings, names.CALLS_CLUSTER, settings.routers()))]
+    for listen in settings.routers():
+        router = as_envoy_knows(listen)
+        requests = _calls(settings, names.requests_of(router), [listen])
+        # A single one is called whatever its health is. Parts of answers go to any: it has begun with the turn.
+        found += [_looked_at(requests) if several else requests, _calls(settings, names.calls_of(router), [listen])]
+        found.append(_alone(listen))
+    return found
 
 
 def _alone(listen: str) -> cluster_pb.Cluster:
@@ -98,13 +111,15 @@ def _alone(listen: str) -> cluster_pb.Cluster:
     return cluster
 
 
-def _calls(settings: Settings, listen: str) -> cluster_pb.Cluster:
-    address = reachable(settings.calls_of(listen))
-    cluster = plain_cluster(names.calls_of(as_envoy_knows(listen)), [address], _CONNECT, idle=_IDLE)
-    if len(settings.routers()) > 1:  # a single one is called whatever its health is
-        look = core_pb.HealthCheckHttpHealthCheck(path=names.HEALTH_PATH)
-        cluster.health_checks = [of_a_router(core_pb.HealthCheck(http_health_check=look))]
-        cluster.common_lb_config = cluster_pb.ClusterCommonLbConfig(healthy_panic_threshold=type_pb.Percent(value=0))
+def _calls(settings: Settings, name: str, listens: Sequence[str]) -> cluster_pb.Cluster:
+    return plain_cluster(name, [reachable(settings.calls_of(listen)) for listen in listens], _CONNECT, idle=_IDLE)
+
+
+def _looked_at(cluster: cluster_pb.Cluster) -> cluster_pb.Cluster:
+    """Nobody is called whose health fails, not even if there is no other."""
+    look = core_pb.HealthCheckHttpHealthCheck(path=names.HEALTH_PATH)
+    cluster.health_checks = [of_a_router(core_pb.HealthCheck(http_health_check=look))]
+    cluster.common_lb_config = cluster_pb.ClusterCommonLbConfig(healthy_panic_threshold=type_pb.Percent(value=0))
     return cluster
 
 

@@ -43,7 +43,7 @@ def client_listener(settings: Settings) -> listener_pb.Listener:
         hcm.access_log += lanes.ends(settings)
         for route in host.routes:
             route.typed_per_filter_config.clear()
-    hcm.http_filters.insert(0, filters.readiness())
+    hcm.http_filters.insert(0, filters.readiness(*[names.CALLS_CLUSTER] * lanes.is_fast(settings)))
     # Inbound: draining closes this listener only, and running turns still reach their prefill nodes.
     return _listener("client", settings.envoy.listen, hcm, core_pb.TrafficDirection.INBOUND)
 

@@ -102,6 +102,15 @@ def one_router(listen: str) -> str:
     return f"{ROUTER_CLUSTER}@{listen}"
 
 
+CALLS_CLUSTER = "kvreturn_calls"
+"""All addresses at which scripts call routers: by their health Envoy tells whether turns can be served."""
+
+
+def requests_of(listen: str) -> str:
+    """The cluster by which scripts tell one router of requests: none goes to one that drains or is gone."""
+    return f"kvreturn_requests@{listen}"
+
+
 def calls_of(listen: str) -> str:
-    """The cluster by which scripts call one router."""
-    return f"kvreturn_calls@{listen}"
+    """The cluster by which scripts tell one router of its turns' answers, to its last moment."""
+    return f"{CALLS_CLUSTER}@{listen}"

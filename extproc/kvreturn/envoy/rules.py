@@ -173,7 +173,7 @@ def _router_health(s: Subject) -> Iterator[Finding]:
             "streams, which fail; add one, and outlier_detection with consecutive_local_origin_failure"
         )
         yield f"clusters.{name}", what
-    for calls in (names.calls_of(router) for script in s.called for router in routers(script)):
+    for calls in (names.requests_of(router) for script in s.called for router in routers(script)):
         if calls in s.clusters and not s.clusters[calls].get("health_checks"):
             what = (
                 "several routers and no health check: the scripts keep calling one that drains or has died; add an "

@@ -129,7 +129,7 @@ class Router:
             )
             await site.start()
         except OSError as e:
-            raise ListenError(f"cannot listen on {address} (calls): {e.strerror}") from None
+            raise ListenError(f"cannot listen on {address} (calls): {e.strerror or e}") from None
 
     async def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
         for service in ("", SERVICE):
@@ -220,7 +220,7 @@ async def serve(
         watching = asyncio.create_task(reloader.watch(watch)) if watch else None
         if not own.store.url and may_be_several(own.routers()):
             router.world.warn_once(_APART)
-        log.info("listening on %s", own.listen)
+        log.info("listening on %s, for calls of Envoy's scripts on %s", own.listen, own.calls_listen)
         await stop.wait()
         if watching:
             watching.cancel()

@@ -409,9 +409,12 @@ class TestCalls:
         document = bootstrap.to_dict(bootstrap.build(made_of))
         assert lint(document) == []
         named = [c["name"] for c in document["static_resources"]["clusters"] if "@" in c["name"]]
-        assert named == [f"kvreturn_{kind}@{router}" for router in reached for kind in ("calls", "router")]
+        assert named == [f"kvreturn_{kind}@{router}" for router in reached for kind in ("requests", "calls", "router")]
         for router, address in reached.items():
-            assert hosts(cluster(f"kvreturn_calls@{router}", made_of)) == [address]
+            for kind in ("requests", "calls"):
+                assert hosts(cluster(f"kvreturn_{kind}@{router}", made_of)) == [address]
+            # What has begun goes to its end, also at a router that drains.
+            assert not cluster(f"kvreturn_calls@{router}", made_of).health_checks
             alone = cluster(f"kvreturn_router@{router}", made_of)
             assert len(hosts(alone)) == 1
             assert alone.load_assignment
@@ -429,7 +432,7 @@ class TestCalls:
     @pytest.mark.parametrize(("several", "checked"), [([], 0), (["10.0.0.8:9090", "10.0.0.9:9090"], 1)])
     def test_one_that_drains_is_called_only_where_there_is_no_other(self, several: list[str], checked: int) -> None:
         made_of = settings(envoy={"routers": several})
-        (name,) = [f"kvreturn_calls@{r}" for r in (several or ["127.0.0.1:9090"])[:1]]
+        (name,) = [f"kvreturn_requests@{r}" for r in (several or ["127.0.0.1:9090"])[:1]]
         checks = cluster(name, made_of).health_checks
         assert [c.http_health_check and c.http_health_check.path for c in checks] == ["/kvreturn/health"] * checked
 

@@ -152,8 +152,13 @@ BREAKS: dict[str, tuple[Doc, Change, str]] = {
     ),
     "metadata not forwarded on a route": (_ONE, on_route(_TURNS_ROUTE, **BARE), "forwarding_namespaces"),
     "ext_proc off on a route": (_ONE, on_route(_TURNS_ROUTE, **NO_EXT_PROC), "switch ext_proc on"),
-    "nobody to call": (_ONE, without_cluster("kvreturn_calls@127.0.0.1:9090"), "get 500"),
-    "one of two not to be called": (_TWO, without_cluster(f"kvreturn_calls@{B}"), f"no cluster kvreturn_calls@{B}"),
+    "nobody to call": (_ONE, without_cluster("kvreturn_requests@127.0.0.1:9090"), "get 500"),
+    "one of two not to be called": (
+        _TWO,
+        without_cluster(f"kvreturn_requests@{B}"),
+        f"no cluster kvreturn_requests@{B}",
+    ),
+    "nobody to tell of answers": (_ONE, without_cluster("kvreturn_calls@127.0.0.1:9090"), "end unstored"),
     "no cluster of one router": (_ONE, without_cluster("kvreturn_router@127.0.0.1:9090"), "log cannot reach"),
     "no log of what ends": (_ONE, without_log, "stay open"),
     "a log for one of two": (_TWO, without_log, f"kvreturn_router@{A}"),
@@ -202,7 +207,7 @@ OTHERS: dict[str, tuple[Doc, Change, str]] = {
     "stored responses by such a route": (_ONE, on_route(0, name="plain"), "p-stored-responses"),
     "a router that drains is called": (
         _TWO,
-        lambda doc: cluster(doc, f"kvreturn_calls@{A}").pop("health_checks"),
+        lambda doc: cluster(doc, f"kvreturn_requests@{A}").pop("health_checks"),
         "129-router-health",
     ),
 }

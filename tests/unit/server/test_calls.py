@@ -233,7 +233,7 @@ async def test_what_is_no_call_of_a_script_is_no_request(head: str | None) -> No
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/kvreturn/request", 405), ("POST", "/v1/chat/completions", 404), ("GET", "/metrics", 404)],
+    [("GET", "/kvreturn/request", 404), ("POST", "/v1/chat/completions", 404), ("GET", "/metrics", 404)],
 )
 async def test_nothing_else_is_served(method: str, path: str, status: int) -> None:
     async with calling(harness()) as script, script.http.request(method, path) as said:

@@ -121,8 +121,8 @@ local function finish(answer, chunk)
   end
 end
 
--- Other routers' headers are none of the client's business; its own id for the request is.
-local function restore(headers, info)
+-- Other routers' headers are none of the client's business.
+local function without_foreign(headers)
   local foreign = {}
   for name in pairs(headers) do
     for _, prefix in ipairs(FOREIGN_PREFIXES) do
@@ -134,9 +134,6 @@ local function restore(headers, info)
   end
   for _, name in ipairs(foreign) do
     headers:remove(name)
-  end
-  if info["request_id"] and headers:get("x-request-id") then
-    headers:replace("x-request-id", info["request_id"])
   end
 end
 
@@ -155,7 +152,10 @@ function envoy_on_response(handle)
     return
   end
   local answer, failed, ending = new_answer(info, status, handle:timestamp()), nil, nil
-  restore(headers, info)
+  without_foreign(headers)
+  if info["request_id"] and headers:get("x-request-id") then
+    headers:replace("x-request-id", info["request_id"]) -- the client's own
+  end
   headers:replace(PASSES, "1")
   headers:remove("content-length") -- Envoy's Lua sets one with each chunk that it changes, for as long as they are here
   metadata:set(NAMESPACE, "taken", "1")

@@ -43,7 +43,7 @@ local function ask(handle, head, kind, body)
     local router = ROUTERS[last_router]
     local about = { [":method"] = "POST", [":path"] = "/kvreturn/request", [":authority"] = "kvreturn" }
     about[HEAD] = SCRIPTS .. " " .. kind .. " " .. handle:base64Escape(head)
-    local headers, text = handle:httpCall(CALLS .. router, about, body, REQUEST_SECONDS * 1000)
+    local headers, text = handle:httpCall(REQUESTS .. router, about, body, REQUEST_SECONDS * 1000)
     if headers[REPLY] then
       return router, text
     end
@@ -74,6 +74,7 @@ local function refuse(handle, status, openai, anthropic, text)
 end
 
 local function no_router(handle, status)
+  handle:logErr("kvreturn: no router has answered at its `calls` address (" .. tostring(status) .. ")")
   if status == "504" then
     refuse(handle, "504", "GatewayTimeout", "timeout_error",
       "kvreturn: the router did not answer in time; try again later")
