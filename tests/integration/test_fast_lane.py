@@ -264,6 +264,26 @@ async def test_each_router_is_told_of_its_own_turns() -> None:
             assert sum(w.metrics.value("kvreturn_turns_incomplete_total") for w in worlds) == 0
 
 
+async def test_a_router_that_drains_hears_of_its_answers_to_their_end() -> None:
+    """Envoy sends it no more requests, since its health fails; of what it has begun it is told all the same."""
+    d = Paused(len(EVENTS[0]))
+    async with FakePrefill() as p, FakePrefill(d) as decode:
+        listens = [unused_address(), unused_address()]
+        plain = configuration(FAST, [p.address], [decode.address], listen=listens[0], drain_timeout=10)
+        plain["envoy"]["routers"] = listens
+        one, two = (Settings.model_validate({**plain, "listen": listen}) for listen in listens)
+        async with running(one) as first, running(two) as second, envoy_before(one) as there:
+            async with there.client.post(CHAT, data=FIRST) as answer:
+                await answer.content.readexactly(len(EVENTS[0]))
+                (owner,) = (r for r in (first, second) if r.world.admission.live)
+                draining = asyncio.create_task(owner.drain(10))
+                await asyncio.sleep(3)  # Envoy looks at it each second
+                d.go_on.set()
+                assert await what_comes(answer) == (SSE[len(EVENTS[0]) :], True)
+            assert owner.world.metrics.value("kvreturn_handles_captured_total") == 1
+            await asyncio.wait_for(draining, 5)
+
+
 async def test_only_who_knows_a_turns_name_can_tell_of_it() -> None:
     """Neither clients nor nodes reach the endpoint through Envoy: what they send there is a request like any other."""
     async with scripted(FAST, replies(b"{}")) as (there, _, d):

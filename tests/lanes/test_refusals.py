@@ -139,7 +139,8 @@ def test_a_client_is_told_in_its_own_apis_words_that_no_router_answers(
         said, headers, body = refused(asked)
         assert (said, headers) == (status, {"content-type": "application/json", "retry-after": "1"})
         assert json.loads(body) == expected
-        assert asked.errors == []
+        (told,) = asked.errors
+        assert b"no router has answered at its `calls` address" in told
 
 
 # --- a script that fails ---

@@ -204,7 +204,9 @@ def test_a_time_is_a_positive_number_of_seconds(tmp_path: Path, name: str, value
     ],
 )
 def test_no_two_servers_share_an_address(tmp_path: Path, text: str, told: str) -> None:
-    assert errors(tmp_path, POOLS + text) == [f"FILE:{told}; give each its own"]
+    unset = "calls" in told and "\ncalls:" not in f"\n{text}"
+    hint = " (`calls`, if unset, goes by `listen`)" if unset else ""
+    assert errors(tmp_path, POOLS + text) == [f"FILE:{told}; give each its own{hint}"]
 
 
 @pytest.mark.parametrize(

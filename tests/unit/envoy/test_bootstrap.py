@@ -324,6 +324,7 @@ class TestWarnings:
             ({}, []),
             ({"envoy": {"listen": "localhost:8000"}, "listen": "unix:/run/x"}, []),
             ({"envoy": {"listen": "0.0.0.0:8000"}}, ["clients connect to 0.0.0.0:8000 without TLS"]),
+            ({"envoy": {"routers": ["router:9090"], "lane": "portable"}}, []),
             ({"envoy": {"prefill_listen": "10.0.0.9:8001"}}, [EXPOSED % "10.0.0.9:8001 is not on a loopback"]),
             ({"envoy": {"prefill_listen": "10.0.0.9:8001", "routers": ["10.0.0.8:9090"]}}, []),
             (
@@ -332,7 +333,7 @@ class TestWarnings:
             ),
             (
                 {"envoy": {"prefill_listen": "0.0.0.0:8001", "routers": ["router:9090"]}},
-                [EXPOSED % "0.0.0.0:8001 is on every network"],
+                ["envoy.lane: fast has no effect", EXPOSED % "0.0.0.0:8001 is on every network"],
             ),
             ({"envoy": {"admin": "[::]:9901"}}, ["Envoy's admin port [::]:9901"]),
             ({"envoy": {"orchestrated": {}}}, []),
