@@ -15,7 +15,8 @@ from kvreturn.config import Settings
 from kvreturn.demo.stack import free_addresses, health
 from kvreturn.envoy import names
 from kvreturn.envoy.bootstrap import build, to_dict
-from kvreturn.envoy.lanes import as_envoy_knows, is_fast
+from kvreturn.envoy.lanes import is_fast
+from kvreturn.envoy.ports import as_envoy_knows
 from kvreturn.envoy.process import Sink
 from kvreturn.envoy.runner import EnvoyProcess
 

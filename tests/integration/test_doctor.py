@@ -52,6 +52,14 @@ def _short_timeout(bootstrap: Json) -> None:
     client_ext_proc(bootstrap)["message_timeout"] = "0.2s"
 
 
+def _calls_elsewhere(bootstrap: Json) -> None:
+    for cluster in bootstrap["static_resources"]["clusters"]:
+        if cluster["name"].startswith("kvreturn_requests@"):
+            cluster["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"]["socket_address"][
+                "port_value"
+            ] = 9
+
+
 def _another_node(bootstrap: Json) -> None:
     (cluster,) = [c for c in bootstrap["static_resources"]["clusters"] if c["name"] == "prefill"]
     (one,) = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
@@ -70,6 +78,7 @@ def _no_filter(bootstrap: Json) -> None:
     ("change", "check", "status", "found"),
     [
         (_short_timeout, "envoy.lint", "fail", "14-message-timeout-floor"),
+        (_calls_elsewhere, "envoy.lane", "fail", "Envoy's scripts call 127.0.0.1:9"),
         (_another_node, "envoy.nodes", "fail", "Envoy also knows 127.0.0.1:9"),
         (_no_filter, "gateway.outcome", "skipped", "this router counted no turn"),
     ],

@@ -10,7 +10,8 @@ from kvreturn.doctor.context import OK, Answer, Context, pools
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 from kvreturn.envoy import names
 from kvreturn.envoy.lint import lint
-from kvreturn.envoy.ports import NAMED, are_told_apart, is_ip, reachable
+from kvreturn.envoy.ports import NAMED, are_told_apart, as_envoy_knows, is_ip, reachable
+from kvreturn.envoy.reading import endpoints, normalise
 from kvreturn.envoy.scripts import has_scripts
 
 _TRIED = (1, 40)
@@ -72,6 +73,7 @@ def _lint(ctx: Context, dump: Answer) -> Iterator[Finding]:
     if not problems:
         yield ok(check, "breaks none of our rules")
     yield _lane(ctx, bootstrap)
+    yield from _calls(ctx, bootstrap)
 
 
 def _lane(ctx: Context, bootstrap: Mapping[str, Any]) -> Finding:
@@ -89,6 +91,22 @@ def _lane(ctx: Context, bootstrap: Mapping[str, Any]) -> Finding:
     )
     remedy = "make Envoy's bootstrap and start the router from the same settings (`kvreturn envoy-config`)"
     return warn(check, f"{what} pass through ext_proc", remedy)
+
+
+def _calls(ctx: Context, bootstrap: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether Envoy's scripts call the routers where these listen for that, by these settings."""
+    resources = normalise(bootstrap).get("static_resources", {})
+    clusters = {cluster.get("name"): cluster for cluster in resources.get("clusters", [])}
+    for listen in ctx.settings.routers():
+        cluster, ours = (
+            clusters.get(names.requests_of(as_envoy_knows(listen))),
+            reachable(ctx.settings.calls_of(listen)),
+        )
+        called = endpoints(cluster) if cluster else [ours]
+        if called != [ours]:
+            what = f"Envoy's scripts call {', '.join(called)}, where the router's `calls` is {ours} by these settings"
+            remedy = "make Envoy's bootstrap and start all routers from settings with the same `calls`"
+            yield fail("envoy.lane", what, remedy, listen)
 
 
 def _bootstrap(dump: Answer) -> Mapping[str, Any] | None:

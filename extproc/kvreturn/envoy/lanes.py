@@ -6,13 +6,12 @@ from datetime import timedelta
 from importlib.resources import files
 
 from kvreturn.config import Settings
-from kvreturn.core.address import split_address
 from kvreturn.core.api import APIS
 from kvreturn.core.scrub import ROUTING_HEADERS, ROUTING_PREFIXES
 from kvreturn.envoy import filters, names
 from kvreturn.envoy.clusters import of_a_router, plain_cluster, router_cluster
 from kvreturn.envoy.filters import message_timeout
-from kvreturn.envoy.ports import are_told_apart, reachable
+from kvreturn.envoy.ports import are_told_apart, as_envoy_knows, reachable
 from kvreturn.envoy.protos import (
     Any,
     accesslog_pb,
@@ -82,12 +81,6 @@ def _lua(value: Constant) -> str:
     if isinstance(value, list):
         return "{ " + ", ".join(map(_lua, value)) + " }"
     return json.dumps(value)  # numbers, addresses, and names of headers, in which both mean the same
-
-
-def as_envoy_knows(listen: str) -> str:
-    """A router's address as Envoy writes it, by which it finds the router among others."""
-    host = reachable(listen).removeprefix("unix:")
-    return f"127.0.0.1:{split_address(host)[1]}" if host.startswith("localhost:") else host
 
 
 def clusters(settings: Settings) -> list[cluster_pb.Cluster]:

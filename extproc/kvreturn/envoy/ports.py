@@ -66,6 +66,12 @@ def are_told_apart(listens: Sequence[str]) -> bool:
     return all(is_ip(host) or host == "localhost" for host in hosts)
 
 
+def as_envoy_knows(listen: str) -> str:
+    """A router's address as Envoy writes it, by which it finds the router among others."""
+    host = reachable(listen).removeprefix("unix:")
+    return f"127.0.0.1:{split_address(host)[1]}" if host.startswith("localhost:") else host
+
+
 def unavailable(listens: Mapping[str, str]) -> list[str]:
     """Try to bind addresses.
 

@@ -107,6 +107,8 @@ class Router:
         begun = time.monotonic()
         await self._service.fast.drained(seconds)  # while it is still told of them
         await self._scripts.cleanup()
+        if self.world.settings.calls_listen.startswith("unix:"):
+            Path(self.world.settings.calls_listen.removeprefix("unix:")).unlink(missing_ok=True)
         self._endpoints.close()
         await self._server.stop(max(seconds - (time.monotonic() - begun), 0.0))
         await self.world.lifecycle.leave(min(seconds, _FREES))
