@@ -98,10 +98,8 @@ def _calls(ctx: Context, bootstrap: Mapping[str, Any]) -> Iterator[Finding]:
     resources = normalise(bootstrap).get("static_resources", {})
     clusters = {cluster.get("name"): cluster for cluster in resources.get("clusters", [])}
     for listen in ctx.settings.routers():
-        cluster, ours = (
-            clusters.get(names.requests_of(as_envoy_knows(listen))),
-            reachable(ctx.settings.calls_of(listen)),
-        )
+        cluster = clusters.get(names.requests_of(as_envoy_knows(listen)))
+        ours = reachable(ctx.settings.calls_of(listen))
         called = endpoints(cluster) if cluster else [ours]
         if called != [ours]:
             what = f"Envoy's scripts call {', '.join(called)}, where the router's `calls` is {ours} by these settings"

@@ -107,8 +107,6 @@ class Router:
         begun = time.monotonic()
         await self._service.fast.drained(seconds)  # while it is still told of them
         await self._scripts.cleanup()
-        if self.world.settings.calls_listen.startswith("unix:"):
-            Path(self.world.settings.calls_listen.removeprefix("unix:")).unlink(missing_ok=True)
         self._endpoints.close()
         await self._server.stop(max(seconds - (time.monotonic() - begun), 0.0))
         await self.world.lifecycle.leave(min(seconds, _FREES))
@@ -147,6 +145,12 @@ class Router:
             raise ListenError(f"cannot listen on {address} (admin): {e.strerror}") from None
 
 
+def _remove_socket(listen: str) -> None:
+    """What gRPC does with its own."""
+    if listen.startswith("unix:"):
+        Path(listen.removeprefix("unix:")).unlink(missing_ok=True)
+
+
 def check_free(listens: Mapping[str, str | None]) -> None:
     """See that nobody has these addresses.
 
@@ -180,6 +184,7 @@ async def running(settings: Settings, worker: int = 0) -> AsyncIterator[Router]:
                     yield router
                 finally:
                     await router.drain(world.settings.drain_timeout)
+                _remove_socket(world.settings.calls_listen)
         finally:
             await _exported(world.tracing, export)
 
