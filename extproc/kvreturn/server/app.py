@@ -68,6 +68,7 @@ class Router:
         self._calls = Calls(world, self._service.fast)
         self._web: web.AppRunner | None = None
         self._scripts = self._calls.runner()
+        self._socket: Path | None = None  # where scripts call, once that is listened on
 
     async def start(self) -> None:
         """Listen.
@@ -107,6 +108,7 @@ class Router:
         begun = time.monotonic()
         await self._service.fast.drained(seconds)  # while it is still told of them
         await self._scripts.cleanup()
+        self._remove_socket()
         self._endpoints.close()
         await self._server.stop(max(seconds - (time.monotonic() - begun), 0.0))
         await self.world.lifecycle.leave(min(seconds, _FREES))
@@ -130,6 +132,12 @@ class Router:
             await site.start()
         except OSError as e:
             raise ListenError(f"cannot listen on {address} (calls): {e.strerror or e}") from None
+        self._socket = Path(path) if path != address else None
+
+    def _remove_socket(self) -> None:
+        """What gRPC does with its own."""
+        if self._socket:
+            self._socket.unlink(missing_ok=True)
 
     async def _set_health(self, status: "health_pb2.HealthCheckResponse.ServingStatus") -> None:
         for service in ("", SERVICE):
@@ -143,12 +151,6 @@ class Router:
             await web.TCPSite(self._web, host, port).start()
         except OSError as e:
             raise ListenError(f"cannot listen on {address} (admin): {e.strerror}") from None
-
-
-def _remove_socket(listen: str) -> None:
-    """What gRPC does with its own."""
-    if listen.startswith("unix:"):
-        Path(listen.removeprefix("unix:")).unlink(missing_ok=True)
 
 
 def check_free(listens: Mapping[str, str | None]) -> None:
@@ -184,7 +186,6 @@ async def running(settings: Settings, worker: int = 0) -> AsyncIterator[Router]:
                     yield router
                 finally:
                     await router.drain(world.settings.drain_timeout)
-                _remove_socket(world.settings.calls_listen)
         finally:
             await _exported(world.tracing, export)
 
