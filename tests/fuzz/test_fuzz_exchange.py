@@ -103,7 +103,7 @@ def test_an_exchange_keeps_to_envoys_contract_and_leaks_nothing(  # noqa: PLR091
     async def play() -> None:
         raised: list[BaseException | None] = []
         tell = mock.patch.object(service.log, "exception", side_effect=lambda _: raised.append(sys.exception()))
-        with tell, mock.patch("kvreturn.server.exchange.log"):
+        with tell, mock.patch("kvreturn.server.answering.log"):
             envoy = await router(proof, answers).play(asked, answered, modes)
         assert not raised
         assert envoy.failed is None
@@ -155,7 +155,7 @@ def test_any_messages_in_any_order_are_answered(
                 break
         exchange.close()
 
-    with mock.patch("kvreturn.server.exchange.log"):
+    with mock.patch("kvreturn.server.answering.log"):
         asyncio.run(play())
 
 

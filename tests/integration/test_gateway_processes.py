@@ -77,7 +77,7 @@ async def test_016_a_stuck_router_is_a_504_and_a_dead_one_a_500(shipped: str, tm
         client_ext_proc(bootstrap)["message_timeout"] = "0.3s"
         for script in scripts(bootstrap):
             script["inline_string"] = re.sub(
-                "REQUEST_SECONDS = [0-9]+", "REQUEST_SECONDS = 0.3", script["inline_string"]
+                "REQUEST_SECONDS = [0-9.]+", "REQUEST_SECONDS = 0.3", script["inline_string"]
             )
 
     held = Paused(0)
