@@ -164,12 +164,12 @@ async def whole(front: Front, body: bytes) -> bool:
 
 @needs_redis
 async def test_conversations_go_on_through_a_short_chaos() -> None:
-    """What `make chaos` does, short: fewer conversations, and three of the events."""
-    names_of = ("router killed", "redis restarted", "decode node killed")
+    """What `make chaos` does, short: fewer conversations, and two of the events."""
+    names_of = ("router killed", "decode node killed")
     async with deployed(lambda *_: None, deadline=1.0) as deployment:
         load = Load(deployment, conversations=6, think=1.0, tokens=10)
         run = Run(deployment, load, Times(warm_up=1.5, look=2.5, settle=10.0), lambda *_: None)
         await run.play({name: EVENTS[name] for name in names_of})
     assert verdict.broken(run.phases, run.acts) == []
-    assert len(run.acts) == 3
-    assert sum(len(phase.sent) for phase in run.phases) > 40
+    assert len(run.acts) == 2
+    assert sum(len(phase.sent) for phase in run.phases) > 25

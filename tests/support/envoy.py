@@ -32,7 +32,7 @@ Json = dict[str, Any]
 # Below the ports that the system hands out (from 32768 on), or a connection could take one before its server does; each
 # test process begins elsewhere, since Envoys share a port without a word.
 _PORTS = itertools.cycle(range(10_000, 32_000))
-for _ in range(os.getpid() * 997 % 22_000):
+for _ in range(os.getpid() * 5_501 % 22_000):
     next(_PORTS)
 
 
