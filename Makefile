@@ -21,7 +21,7 @@ demo: $(STAMP)  ## A multi-turn agent conversation through real Envoy: off, lazy
 	@$(BIN)/kvreturn demo $(ARGS)
 
 test: $(STAMP)  ## All tests but those that need real vLLM
-	$(BIN)/python -m pytest -n 5 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
 engine: $(STAMP)  ## Install real vLLM for the CPU into .venv-engine (2.7 GB)
 	$(BIN)/python scripts/install_engine.py

@@ -178,7 +178,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     objects=st.lists(st.dictionaries(_NAMES, _VALUES, min_size=1, max_size=5), min_size=1, max_size=4),
     spaced=st.booleans(),

@@ -153,7 +153,7 @@ _FRAGMENTS = [
 ]
 
 
-@how(max_examples=40)
+@how(max_examples=25)
 @given(
     path=st.sampled_from(["/v1/chat/completions", "/v1/responses", "/v1/embeddings"]),
     body=st.lists(st.sampled_from(_FRAGMENTS), max_size=8).map(b"".join),
