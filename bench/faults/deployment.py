@@ -15,7 +15,6 @@ from kvreturn.config import Settings
 from kvreturn.demo.stack import free_addresses, health
 from kvreturn.envoy import names
 from kvreturn.envoy.bootstrap import build, to_dict
-from kvreturn.envoy.lanes import is_fast
 from kvreturn.envoy.ports import as_envoy_knows
 from kvreturn.envoy.process import Sink
 from kvreturn.envoy.runner import EnvoyProcess
@@ -64,7 +63,7 @@ class Deployment:
     def router_at(self, listen: str) -> list[tuple[str, str]]:
         """Where Envoy asks a router: clusters, and its addresses there."""
         calls = names.requests_of(as_envoy_knows(listen)), self.settings.calls_of(listen)
-        return [(names.ROUTER_CLUSTER, listen), *([calls] if is_fast(self.settings) else [])]
+        return [(names.ROUTER_CLUSTER, listen), *([calls] if self.settings.fast_lane else [])]
 
     async def active(self, session: aiohttp.ClientSession, cluster: str, address: str) -> int:
         """Requests, or streams, that Envoy has open to an address of a cluster."""

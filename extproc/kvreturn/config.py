@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from kvreturn.core.address import moved, shifted, split_address
+from kvreturn.core.address import are_told_apart, moved, shifted, split_address
 from kvreturn.settings.envoy import Envoy
 from kvreturn.settings.limits import Limits
 from kvreturn.settings.nodes import Breaker, Health, Prefill
@@ -202,6 +202,11 @@ class Settings(Section):
         """Where the routers listen that Envoy may call."""
         return self.envoy.routers or self.router_listens()
 
+    @property
+    def fast_lane(self) -> bool:
+        """Whether Envoy gets the scripts. It must tell the routers apart, of which only one knows a turn."""
+        return self.envoy.lane == "fast" and are_told_apart(self.routers())
+
     def calls_of(self, listen: str) -> str:
         """Where a router that listens there is called by Envoy's scripts.
 
@@ -219,7 +224,7 @@ class Settings(Section):
     @property
     def calls_listen(self) -> str:
         """Where this router listens for Envoy's scripts."""
-        return self.calls or self.calls_of(self.listen)
+        return self.calls_of(self.listen)
 
     def return_for(self, model: str) -> Return:
         """How turns of `model` go back."""

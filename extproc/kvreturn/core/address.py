@@ -2,6 +2,7 @@
 
 import ipaddress
 import re
+from collections.abc import Sequence
 
 _LAST_PORT = 65535
 RANK_HEADER = "x-data-parallel-rank"
@@ -42,11 +43,11 @@ def shifted(listen: str, index: int) -> str:
         return listen
     if listen.startswith("unix:"):
         return f"{listen}.{index}"
-    head, _, port = listen.rpartition(":")
-    moved = int(port) + 2 * index
-    if moved > _LAST_PORT:
-        raise ValueError(f"workers: from {listen} on there is no port for worker {index}; choose a lower one")
-    return f"{head}:{moved}"
+    try:
+        return moved(listen, 2 * index)
+    except ValueError:
+        message = f"workers: from {listen} on there is no port for worker {index}; choose a lower one"
+        raise ValueError(message) from None
 
 
 def moved(address: str, by: int) -> str:
@@ -82,6 +83,12 @@ def is_ip(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def are_told_apart(listens: Sequence[str]) -> bool:
+    """Whether each of these (`host:port` or `unix:/path`) is one server: a name may stand for several."""
+    hosts = [split_address(listen)[0] for listen in listens if not listen.startswith("unix:")]
+    return all(is_ip(host) or host == "localhost" for host in hosts)
 
 
 def seat(address: str, rank: int | None) -> str:

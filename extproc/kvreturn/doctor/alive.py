@@ -10,13 +10,13 @@ from typing import Any
 import aiohttp
 
 from kvreturn.config import Settings
-from kvreturn.core.address import split_address
+from kvreturn.core.address import is_ip, split_address
 from kvreturn.doctor.context import OK, SILENCE, Answer, Context
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 from kvreturn.doctor.secret import shell
 from kvreturn.envoy import names
 from kvreturn.envoy.health import not_serving
-from kvreturn.envoy.ports import are_told_apart, is_ip, reachable
+from kvreturn.envoy.ports import reachable
 from kvreturn.server.view import config
 
 CHECK = "router"
@@ -65,8 +65,7 @@ def _listens(subject: str, error: str, remedy: str, *, named: bool = False) -> F
 
 async def _calls(ctx: Context, address: str) -> list[Finding]:
     """Whether a router that takes streams takes the calls of Envoy's scripts too; nothing where there are none."""
-    settings = ctx.settings
-    if settings.envoy.lane == "portable" or not are_told_apart(settings.routers()):
+    if not ctx.settings.fast_lane:
         return []
     target, path = reachable(address), names.HEALTH_PATH
     if target.startswith("unix:"):

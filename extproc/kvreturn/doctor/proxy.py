@@ -5,12 +5,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvreturn.core.address import split_address
+from kvreturn.core.address import is_ip, split_address
 from kvreturn.doctor.context import OK, Answer, Context, pools
 from kvreturn.doctor.model import Finding, fail, ok, skipped, warn
 from kvreturn.envoy import names
 from kvreturn.envoy.lint import lint
-from kvreturn.envoy.ports import NAMED, are_told_apart, as_envoy_knows, is_ip, reachable
+from kvreturn.envoy.ports import NAMED, as_envoy_knows, reachable
 from kvreturn.envoy.reading import endpoints, normalise
 from kvreturn.envoy.scripts import has_scripts
 
@@ -79,7 +79,7 @@ def _lint(ctx: Context, dump: Answer) -> Iterator[Finding]:
 def _lane(ctx: Context, bootstrap: Mapping[str, Any]) -> Finding:
     """Whether Envoy and the router mean the same lane (docs/lanes.md); if not, answers take the portable one."""
     check, lane, scripts = "envoy.lane", ctx.settings.envoy.lane, has_scripts(bootstrap)
-    if lane == "fast" and not are_told_apart(ctx.settings.routers()):
+    if lane == "fast" and not ctx.settings.fast_lane:
         what, _, remedy = NAMED.partition(". ")
         return warn(check, what, remedy)
     if scripts == (lane == "fast"):

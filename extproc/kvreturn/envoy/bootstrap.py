@@ -7,12 +7,12 @@ import betterproto2
 import yaml
 
 from kvreturn.config import ConfigError, Settings
-from kvreturn.core.address import split_address
+from kvreturn.core.address import is_ip, split_address
 from kvreturn.envoy import lanes, names
 from kvreturn.envoy.clusters import bind_address, node_cluster, router_cluster
 from kvreturn.envoy.filters import message_timeout
 from kvreturn.envoy.listeners import client_listener, orchestrated_listeners, prefill_listener
-from kvreturn.envoy.ports import NAMED, is_ip, is_loopback, is_unspecified
+from kvreturn.envoy.ports import NAMED, is_loopback, is_unspecified
 from kvreturn.envoy.protos import Any, bootstrap_pb, connections_pb, core_pb, overload_pb
 
 _MAX_MESSAGE_TIMEOUT = 3600  # Envoy refuses a longer one
@@ -41,8 +41,8 @@ def build(settings: Settings) -> bootstrap_pb.Bootstrap:
             clusters=[
                 node_cluster(names.DECODE_CLUSTER, decode, names.DECODE_NODE_KEY, health),
                 node_cluster(names.PREFILL_CLUSTER, prefill, names.PREFILL_NODE_KEY, health),
-                router_cluster(settings.routers(), named=lanes.is_fast(settings)),
-                *(lanes.clusters(settings) if lanes.is_fast(settings) else ()),
+                router_cluster(settings.routers(), named=settings.fast_lane),
+                *(lanes.clusters(settings) if settings.fast_lane else ()),
             ],
         ),
         admin=bootstrap_pb.Admin(address=bind_address(settings.envoy.admin), ignore_global_conn_limit=True),
@@ -78,7 +78,7 @@ def warnings(settings: Settings) -> list[str]:
     """What in the settings deserves a second thought, one sentence or two each."""
     envoy = settings.envoy
     found = []
-    if envoy.lane == "fast" and not lanes.is_fast(settings):
+    if envoy.lane == "fast" and not settings.fast_lane:
         found.append(NAMED)
     if not is_loopback(envoy.listen):
         found.append(

@@ -6,9 +6,9 @@ from datetime import timedelta
 import betterproto2
 
 from kvreturn.config import ConfigError
-from kvreturn.core.address import split_address
+from kvreturn.core.address import is_ip, split_address
 from kvreturn.envoy import names
-from kvreturn.envoy.ports import is_ip, may_be_several, reachable
+from kvreturn.envoy.ports import may_be_several, reachable
 from kvreturn.envoy.protos import (
     Any,
     cluster_pb,
@@ -58,7 +58,8 @@ def node_cluster(
         health_check_path: path that answers 200 on a node that can serve.
     """
     cluster = plain_cluster(name, nodes or [], timedelta(seconds=2), idle=_NODE_IDLE)
-    cluster.load_balancing_policy = _named_node_else_least_request(metadata_key)
+    source = override_host_pb.OverrideHostOverrideHostSource(metadata=_key(metadata_key))
+    cluster.load_balancing_policy = _named_else_least_request(source, _key(names.UPSTREAM_KEY))
     # Envoy ignores health altogether once less than half of a pool is healthy; in a pool of three that would send two
     # thirds of the traffic to dead nodes. Here it does so only if no node at all is healthy.
     cluster.common_lb_config = cluster_pb.ClusterCommonLbConfig(
@@ -160,9 +161,8 @@ def plain_cluster(name: str, addresses: Sequence[str], connect: timedelta, *, id
 
 def _spread(cluster: cluster_pb.Cluster, *, named: bool) -> None:
     """Each stream to the router with the fewest, none to one that drains (its health fails) or is gone."""
-    least_request = _policy("envoy.load_balancing_policies.least_request", least_request_pb.LeastRequest())
     source = override_host_pb.OverrideHostOverrideHostSource(header=names.TO_HEADER)
-    cluster.load_balancing_policy = _else(least_request, source) if named else least_request
+    cluster.load_balancing_policy = _named_else_least_request(source) if named else _least_request()
     cluster.common_lb_config = cluster_pb.ClusterCommonLbConfig(healthy_panic_threshold=type_pb.Percent(value=1))
     # A router that died gets no more streams from the first one on that it broke off or refused: the health check would
     # find out a second later. It ends the ejection too.
@@ -226,24 +226,20 @@ def _address(address: str) -> core_pb.Address:
     return core_pb.Address(socket_address=core_pb.SocketAddress(address=host, port_value=port))
 
 
-def _named_node_else_least_request(metadata_key: str) -> cluster_pb.LoadBalancingPolicy:
-    source = override_host_pb.OverrideHostOverrideHostSource(metadata=_key(metadata_key))
-    least_request = _policy("envoy.load_balancing_policies.least_request", least_request_pb.LeastRequest())
-    return _else(least_request, source, _key(names.UPSTREAM_KEY))
-
-
 def _key(name: str) -> metadata_pb.MetadataKey:
     return metadata_pb.MetadataKey(key=names.METADATA_NAMESPACE, path=[metadata_pb.MetadataKeyPathSegment(key=name)])
 
 
-def _else(
-    otherwise: cluster_pb.LoadBalancingPolicy,
-    source: override_host_pb.OverrideHostOverrideHostSource,
-    selected: metadata_pb.MetadataKey | None = None,
+def _least_request() -> cluster_pb.LoadBalancingPolicy:
+    return _policy("envoy.load_balancing_policies.least_request", least_request_pb.LeastRequest())
+
+
+def _named_else_least_request(
+    source: override_host_pb.OverrideHostOverrideHostSource, selected: metadata_pb.MetadataKey | None = None
 ) -> cluster_pb.LoadBalancingPolicy:
-    """Whom the source names, if it does. Who it was in the end is told in the metadata."""
+    """Whom the source names, if it does. Who it was in the end is told in the metadata, under the key `selected`."""
     named = override_host_pb.OverrideHost(
-        override_host_sources=[source], fallback_policy=otherwise, selected_host_key=selected
+        override_host_sources=[source], fallback_policy=_least_request(), selected_host_key=selected
     )
     return _policy("envoy.load_balancing_policies.override_host", named)
 

@@ -11,7 +11,7 @@ from kvreturn.core.scrub import ROUTING_HEADERS, ROUTING_PREFIXES
 from kvreturn.envoy import filters, names
 from kvreturn.envoy.clusters import of_a_router, plain_cluster, router_cluster
 from kvreturn.envoy.filters import message_timeout
-from kvreturn.envoy.ports import are_told_apart, as_envoy_knows, reachable
+from kvreturn.envoy.ports import as_envoy_knows, reachable
 from kvreturn.envoy.protos import (
     Any,
     accesslog_pb,
@@ -36,11 +36,6 @@ _BEYOND = 0.5
 _FLUSH = timedelta(milliseconds=200)
 _IDLE = timedelta(seconds=30)  # the router's own is 75 s: Envoy hangs up first
 _CONNECT = timedelta(seconds=1)
-
-
-def is_fast(settings: Settings) -> bool:
-    """Whether Envoy gets the scripts: not where it cannot tell the routers apart, of which only one knows a turn."""
-    return settings.envoy.lane == "fast" and are_told_apart(settings.routers())
 
 
 def pass_script(settings: Settings) -> str:
@@ -119,6 +114,12 @@ def _looked_at(cluster: cluster_pb.Cluster) -> cluster_pb.Cluster:
 def ends(settings: Settings) -> list[accesslog_pb.AccessLog]:
     """Tells each router of the end of its turns: that a client left, or a node died, nobody else would tell."""
     return [_log(as_envoy_knows(listen)) for listen in settings.routers()]
+
+
+def chain(settings: Settings) -> list[hcm_pb.HttpFilter]:
+    """The filters; answers pass from the last one to the first."""
+    passing, holding = filters.lua(pass_script(settings)), filters.lua(hold_script(settings))
+    return [holding, answers_only(settings), passing, filters.router()]
 
 
 def answers_only(settings: Settings) -> hcm_pb.HttpFilter:

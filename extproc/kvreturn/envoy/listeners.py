@@ -34,16 +34,14 @@ _ESCAPED_SLASHES = hcm_pb.HttpConnectionManagerPathWithEscapedSlashesAction.UNES
 
 def client_listener(settings: Settings) -> listener_pb.Listener:
     """Where clients connect: all passes the router but GET, HEAD and OPTIONS of what is no stored response."""
-    host = _decode_routes(settings, "client")
-    hcm = _through_router(settings, host, names.GATEWAY, names.DECODE_NODE_KEY)
-    if lanes.is_fast(settings):
-        # Answers pass from the last filter to the first.
-        passing, holding = filters.lua(lanes.pass_script(settings)), filters.lua(lanes.hold_script(settings))
-        hcm.http_filters = [holding, lanes.answers_only(settings), passing, filters.router()]
+    host = _decode_routes(settings, "client", scripts=settings.fast_lane)
+    if settings.fast_lane:
+        chain = [filters.readiness(names.CALLS_CLUSTER), *lanes.chain(settings)]
+        hcm = _through_router(settings, host, chain)
         hcm.access_log += lanes.ends(settings)
-        for route in host.routes:
-            route.typed_per_filter_config.clear()
-    hcm.http_filters.insert(0, filters.readiness(*[names.CALLS_CLUSTER] * lanes.is_fast(settings)))
+    else:
+        chain = [filters.readiness(), *_by_ext_proc(settings, names.GATEWAY, names.DECODE_NODE_KEY)]
+        hcm = _through_router(settings, host, chain)
     # Inbound: draining closes this listener only, and running turns still reach their prefill nodes.
     return _listener("client", settings.envoy.listen, hcm, core_pb.TrafficDirection.INBOUND)
 
@@ -53,10 +51,11 @@ def orchestrated_listeners(settings: Settings) -> list[listener_pb.Listener]:
     ours = settings.envoy.orchestrated
     if ours is None:
         return []
-    prefill = _through_router(settings, _prefill_routes(settings), names.PREFILL, names.PREFILL_NODE_KEY)
+    by_prefill = _by_ext_proc(settings, names.PREFILL, names.PREFILL_NODE_KEY)
+    prefill = _through_router(settings, _prefill_routes(settings), by_prefill)
     prefill.local_reply_config = replies.of_routers()
     routes = _decode_routes(settings, "orchestrated_decode")
-    decode = _through_router(settings, routes, names.DECODE, names.DECODE_NODE_KEY)
+    decode = _through_router(settings, routes, _by_ext_proc(settings, names.DECODE, names.DECODE_NODE_KEY))
     listeners = [
         _listener("orchestrated_prefill", ours.prefill_listen, prefill, core_pb.TrafficDirection.OUTBOUND),
         _listener("orchestrated_decode", ours.decode_listen, decode, core_pb.TrafficDirection.OUTBOUND),
@@ -66,14 +65,19 @@ def orchestrated_listeners(settings: Settings) -> list[listener_pb.Listener]:
     return listeners
 
 
+def _by_ext_proc(settings: Settings, role: filters.Role, node_key: str) -> list[hcm_pb.HttpFilter]:
+    """All passes the router, which has this role and names the node under this key."""
+    return [filters.ext_proc(settings, role), filters.node_guard(node_key), filters.router()]
+
+
 def _through_router(
-    settings: Settings, host: route_pb.VirtualHost, role: filters.Role, node_key: str
+    settings: Settings, host: route_pb.VirtualHost, chain: list[hcm_pb.HttpFilter]
 ) -> hcm_pb.HttpConnectionManager:
-    """Requests pass the router, which has this role and names the node under this key."""
+    """Requests pass the router, by these filters."""
     return hcm_pb.HttpConnectionManager(
         stat_prefix=host.name,
         route_config=route_pb.RouteConfiguration(name=host.name, virtual_hosts=[host]),
-        http_filters=[filters.ext_proc(settings, role), filters.node_guard(node_key), filters.router()],
+        http_filters=chain,
         common_http_protocol_options=core_pb.HttpProtocolOptions(idle_timeout=timedelta(hours=1)),
         server_header_transformation=_SERVER_HEADER,
         stream_idle_timeout=timedelta(seconds=settings.envoy.stream_idle_timeout),
@@ -132,7 +136,7 @@ def body_limit(settings: Settings) -> int:
     return settings.limits.request_bytes + settings.limits.event_bytes
 
 
-def _decode_routes(settings: Settings, name: str) -> route_pb.VirtualHost:
+def _decode_routes(settings: Settings, name: str, *, scripts: bool = False) -> route_pb.VirtualHost:
     to_decode = route_pb.RouteAction(
         cluster=names.DECODE_CLUSTER, timeout=_FOREVER
     )  # a stream takes as long as it takes
@@ -142,7 +146,7 @@ def _decode_routes(settings: Settings, name: str) -> route_pb.VirtualHost:
     inference = route_pb.Route(name="inference", match=route_pb.RouteMatch(prefix="/"), route=turns)
     # A stored response has its turn's handle in it, and the router knows which node keeps it.
     stored = route_pb.Route(name="stored", match=route_pb.RouteMatch(prefix=names.STORED_RESPONSES), route=turns)
-    return _host(settings, name, [stored, _plain(to_decode), inference])
+    return _host(settings, name, [stored, _plain(to_decode, scripts=scripts), inference])
 
 
 def _prefill_routes(settings: Settings) -> route_pb.VirtualHost:
@@ -152,14 +156,15 @@ def _prefill_routes(settings: Settings) -> route_pb.VirtualHost:
     return _host(settings, "orchestrated_prefill", [_plain(to_prefill), inference])
 
 
-def _plain(action: route_pb.RouteAction) -> route_pb.Route:
-    """Requests that have no body go past the router."""
+def _plain(action: route_pb.RouteAction, *, scripts: bool = False) -> route_pb.Route:
+    """Requests that have no body go past the router; the scripts know the route by its name."""
+    past = Any.pack(ext_proc_pb.ExtProcPerRoute(disabled=True))
     methods = matcher_pb.StringMatcher(safe_regex=matcher_pb.RegexMatcher(regex=_METHODS_WITHOUT_BODY))
     return route_pb.Route(
         name="plain",
         match=route_pb.RouteMatch(prefix="/", headers=[route_pb.HeaderMatcher(name=":method", string_match=methods)]),
         route=action,
-        typed_per_filter_config={names.EXT_PROC_FILTER: Any.pack(ext_proc_pb.ExtProcPerRoute(disabled=True))},
+        typed_per_filter_config={} if scripts else {names.EXT_PROC_FILTER: past},
     )
 
 

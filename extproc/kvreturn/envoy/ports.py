@@ -4,22 +4,13 @@ import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
 
-from kvreturn.core.address import split_address
+from kvreturn.core.address import are_told_apart, is_ip, split_address
 
 NAMED = (
     "envoy.lane: fast has no effect: there are names among envoy.routers, and each may stand for several routers, of "
     "which only one knows a turn. Give IP addresses or Unix sockets, or set envoy.lane: portable"
 )
 """What to do where routers cannot be told apart."""
-
-
-def is_ip(host: str) -> bool:
-    """Whether `host` is an IP address rather than a name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def is_loopback(address: str) -> bool:
@@ -56,14 +47,7 @@ def is_own(host: str) -> bool:
 
 def may_be_several(listens: Sequence[str]) -> bool:
     """Whether more than one server may be behind these: a name stands for all its addresses (a headless Service)."""
-    hosts = [split_address(listen)[0] for listen in listens if not listen.startswith("unix:")]
-    return len(listens) > 1 or any(not is_ip(host) and host != "localhost" for host in hosts)
-
-
-def are_told_apart(listens: Sequence[str]) -> bool:
-    """Whether each of these is one server, which Envoy can find among the others: a name may stand for several."""
-    hosts = [split_address(listen)[0] for listen in listens if not listen.startswith("unix:")]
-    return all(is_ip(host) or host == "localhost" for host in hosts)
+    return len(listens) > 1 or not are_told_apart(listens)
 
 
 def as_envoy_knows(listen: str) -> str:

@@ -14,7 +14,7 @@ import grpc
 
 from kvreturn._proto.envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage, StreamAccessLogsResponse
 from kvreturn.envoy import names
-from kvreturn.envoy.ports import NAMED, are_told_apart
+from kvreturn.envoy.ports import NAMED
 from kvreturn.server.fast_exchange import OVERTAKEN, FastExchange
 from kvreturn.server.part import Part
 from kvreturn.server.world import World
@@ -34,7 +34,7 @@ class FastLane:
     def __init__(self, world: World) -> None:
         self._world = world
         self.on = world.settings.envoy.lane == "fast"
-        self.expected = self.on and are_told_apart(world.settings.routers())
+        self.expected = world.settings.fast_lane
         if self.on and not self.expected:
             world.warn_once(NAMED)
         self._idle = world.settings.envoy.stream_idle_timeout + 60.0  # Envoy gives up sooner

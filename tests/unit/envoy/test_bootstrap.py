@@ -10,7 +10,6 @@ import yaml
 from kvreturn.config import SECRET_ENV, ConfigError, Settings
 from kvreturn.config_file import load_settings
 from kvreturn.envoy import bootstrap, protos
-from kvreturn.envoy.lanes import is_fast
 from kvreturn.envoy.lint import lint
 from kvreturn.envoy.names import EXT_PROC_FILTER
 from kvreturn.envoy.protos import (
@@ -169,7 +168,7 @@ class TestListeners:
     def test_scripts_take_turns_where_envoy_can_tell_the_routers_apart(
         self, made_of: Settings, *, scripts: bool
     ) -> None:
-        assert is_fast(made_of) is scripts
+        assert made_of.fast_lane is scripts
         found = [f.name.rpartition(".")[2] for f in manager("client", made_of).http_filters]
         whole = ["health_check", "lua", "ext_proc", "lua", "router"]
         assert found == (whole if scripts else ["health_check", "ext_proc", "lua", "router"])

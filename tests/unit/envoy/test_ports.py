@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvreturn.envoy.ports import are_told_apart, unavailable
+from kvreturn.core.address import are_told_apart
+from kvreturn.envoy.ports import unavailable
 
 
 @pytest.fixture
