@@ -8,7 +8,7 @@ from importlib.resources import files
 from kvreturn.config import Settings
 from kvreturn.core.api import APIS
 from kvreturn.core.scrub import ROUTING_HEADERS, ROUTING_PREFIXES
-from kvreturn.envoy import filters, names
+from kvreturn.envoy import filters, names, replies
 from kvreturn.envoy.clusters import of_a_router, plain_cluster, router_cluster
 from kvreturn.envoy.filters import message_timeout
 from kvreturn.envoy.ports import as_envoy_knows, reachable
@@ -45,6 +45,10 @@ def pass_script(settings: Settings) -> str:
         "REQUEST_SECONDS": message_timeout(settings),
         "SCRIPTS": names.SCRIPTS,
         "ROUTERS": [as_envoy_knows(listen) for listen in settings.routers()],
+        "ANTHROPIC": replies.ANTHROPIC,
+        "LATE": replies.bodies(replies.LATE, "504"),
+        "GONE": replies.bodies(replies.GONE, "500"),
+        "FAILED": replies.bodies(replies.FAILED, "500"),
         "TURNS": {api.path: True for api in APIS},
         "FOREIGN": dict.fromkeys(sorted(ROUTING_HEADERS), True),
         "FOREIGN_PREFIXES": list(ROUTING_PREFIXES),

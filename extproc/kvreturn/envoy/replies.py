@@ -11,22 +11,25 @@ _NO_ANSWER = ("UF", "UC", "UR", "LR", "URX", "UT", "UPE")
 # `kvreturn_`.
 _TOO_LATE = "ext_proc_error_per-message_timeout_exceeded"
 _NO_ROUTER = "ext_proc_error"
+_Told = tuple[str, str, str]  # a text, and its error's type as OpenAI's APIs and as Anthropic's have it
+LATE: _Told = ("the router did not answer in time; try again later", "GatewayTimeout", "timeout_error")
+GONE: _Told = (
+    (
+        "no router could take this request to its end; try again. If this goes on, no router is up: tell who runs "
+        "this service"
+    ),
+    "InternalServerError",
+    "api_error",
+)
+FAILED: _Told = ("internal error", "InternalServerError", "api_error")
 _RETRY = core_pb.HeaderValueOption(header=core_pb.HeaderValue(key="retry-after", value="1"))
-_ANTHROPIC = "/v1/messages"
+ANTHROPIC = "/v1/messages"
+"""Below it, errors have Anthropic's shape."""
 
 
 def of_routers() -> hcm_pb.LocalReplyConfig:
     """Bodies for what the ext_proc filter answers itself: 504 if a router takes too long, else 500."""
-    late = _mappers(
-        _details(_TOO_LATE), "the router did not answer in time; try again later", "GatewayTimeout", "timeout_error"
-    )
-    gone = _mappers(
-        _details(_NO_ROUTER),
-        "no router could take this request to its end; try again. If this goes on, no router is up: tell who runs "
-        "this service",
-        "InternalServerError",
-        "api_error",
-    )
+    late, gone = _mappers(_details(_TOO_LATE), LATE), _mappers(_details(_NO_ROUTER), GONE)
     return hcm_pb.LocalReplyConfig(mappers=[*late, *gone])
 
 
@@ -41,24 +44,24 @@ def of_routers_and_decode_nodes() -> hcm_pb.LocalReplyConfig:
                 "a decode node did not answer (%RESPONSE_FLAGS%); try again: if there are others, one of them is asked",
             ),
         )
-        for mapper in _mappers(_flags(flags), text, "ServiceUnavailableError", "api_error")
+        for mapper in _mappers(_flags(flags), (text, "ServiceUnavailableError", "api_error"))
     ]
     return hcm_pb.LocalReplyConfig(mappers=[*of_routers().mappers, *nodes])
 
 
-def _mappers(
-    which: accesslog_pb.AccessLogFilter, text: str, openai: str, anthropic: str
-) -> list[hcm_pb.ResponseMapper]:
-    """Bodies for some of Envoy's own answers, in both shapes; the type of the error is its API's word for it."""
-    text = f"kvreturn: {text}"
+def bodies(told: _Told, code: str = "%RESPONSE_CODE%") -> list[str]:
+    """An error as OpenAI's APIs have it, and as Anthropic's has it."""
+    text, openai, anthropic = told
     return [
-        _mapper(which, _ANTHROPIC, f'{{"type":"error","error":{{"type":"{anthropic}","message":"{text}"}}}}\n'),
-        _mapper(
-            which,
-            "/",
-            f'{{"error":{{"message":"{text}","type":"{openai}","param":null,"code":%RESPONSE_CODE%}}}}\n',
-        ),
+        f'{{"error":{{"message":"kvreturn: {text}","type":"{openai}","param":null,"code":{code}}}}}\n',
+        f'{{"type":"error","error":{{"type":"{anthropic}","message":"kvreturn: {text}"}}}}\n',
     ]
+
+
+def _mappers(which: accesslog_pb.AccessLogFilter, told: _Told) -> list[hcm_pb.ResponseMapper]:
+    """Bodies for some of Envoy's own answers, in both shapes."""
+    openai, anthropic = bodies(told)
+    return [_mapper(which, ANTHROPIC, anthropic), _mapper(which, "/", openai)]
 
 
 def _mapper(which: accesslog_pb.AccessLogFilter, prefix: str, body: str) -> hcm_pb.ResponseMapper:

@@ -121,17 +121,8 @@ class Router:
             await self._web.cleanup()
 
     async def _start_calls(self, address: str) -> None:
-        await self._scripts.setup()
+        await _serve_at(self._scripts, address, "calls")
         path = address.removeprefix("unix:")
-        try:
-            site = (
-                web.UnixSite(self._scripts, path)
-                if path != address
-                else web.TCPSite(self._scripts, *split_address(address))
-            )
-            await site.start()
-        except OSError as e:
-            raise ListenError(f"cannot listen on {address} (calls): {e.strerror or e}") from None
         self._socket = Path(path) if path != address else None
 
     def _remove_socket(self) -> None:
@@ -144,13 +135,24 @@ class Router:
             await self._health.set(service, status)
 
     async def _start_admin(self, address: str) -> None:
-        host, port = split_address(address)
+        host, _ = split_address(address)
         self._web = web.AppRunner(admin_app(self.world, host), access_log=None)
-        await self._web.setup()
-        try:
-            await web.TCPSite(self._web, host, port).start()
-        except OSError as e:
-            raise ListenError(f"cannot listen on {address} (admin): {e.strerror}") from None
+        await _serve_at(self._web, address, "admin")
+
+
+async def _serve_at(runner: web.BaseRunner, address: str, setting: str) -> None:
+    """Have a runner listen.
+
+    Raises:
+        ListenError: with the setting that the address comes from.
+    """
+    await runner.setup()
+    path = address.removeprefix("unix:")
+    try:
+        site = web.UnixSite(runner, path) if path != address else web.TCPSite(runner, *split_address(address))
+        await site.start()
+    except OSError as e:
+        raise ListenError(f"cannot listen on {address} ({setting}): {e.strerror or e}") from None
 
 
 def check_free(listens: Mapping[str, str | None]) -> None:

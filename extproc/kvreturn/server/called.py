@@ -7,7 +7,7 @@ from kvreturn._proto.envoy.extensions.filters.http.ext_proc.v3.processing_mode_p
 from kvreturn._proto.envoy.service.ext_proc.v3.external_processor_pb2 import ProtocolConfiguration
 from kvreturn.core.ports import Refuse
 from kvreturn.core.splice import pieces
-from kvreturn.server.messages import Headers, Message
+from kvreturn.server.messages import Headers, Message, joined
 from kvreturn.server.request import Metadata, RequestSide
 
 CALLED = ProtocolConfiguration(
@@ -58,19 +58,19 @@ def read_head(head: bytes) -> dict[str, str]:
         head: `name:value` and a line end for each, as Envoy has them: no line end can be in either.
 
     Returns:
-        Values by lower-case name; several of one name are joined by a comma. Bytes beyond ASCII as Latin-1.
+        Headers as `joined` has them. Bytes beyond ASCII as Latin-1.
 
     Raises:
         ValueError: it is no such text.
     """
-    out: dict[str, str] = {}
-    for line in head.decode("latin-1").split("\n")[:-1]:
-        name, colon, value = line[1:].partition(":")  # Envoy's own names begin with one
-        if not colon:
-            raise ValueError(f"{line[:40]!r} is no header")
-        name = (line[:1] + name).lower()
-        out[name] = f"{out[name]},{value}" if name in out else value
-    return out
+    return joined(map(_header, head.decode("latin-1").split("\n")[:-1]))
+
+
+def _header(line: str) -> tuple[str, str]:
+    name, colon, value = line[1:].partition(":")  # Envoy's own names begin with one
+    if not colon:
+        raise ValueError(f"{line[:40]!r} is no header")
+    return line[:1] + name, value
 
 
 def reply(told: Go | Refuse, body: bytes) -> bytes:

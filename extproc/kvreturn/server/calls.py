@@ -17,6 +17,7 @@ from kvreturn.server.fast import FastLane
 from kvreturn.server.fast_exchange import FastExchange
 from kvreturn.server.intake import is_read
 from kvreturn.server.part import Part
+from kvreturn.server.tasks import is_cancelled
 from kvreturn.server.world import World
 
 log = logging.getLogger("kvreturn")
@@ -115,10 +116,9 @@ class Calls:
         try:
             return await exchange.request(headers, body)
         except (Exception, asyncio.CancelledError):
-            task = asyncio.current_task()
-            if task and task.cancelling():
+            if is_cancelled():
                 raise
-            log.exception("an exchange failed")  # a cancellation that is not this call's is an error too
+            log.exception("an exchange failed")
             return exchange.failed()
 
     async def _part(self, request: web.BaseRequest) -> web.Response:

@@ -33,7 +33,6 @@ class FastExchange(Exchange):
         self._lane = lane
         self._config = CALLED
         self._told: Go | Refuse | None = None  # what becomes of the request
-        self._forward_only = False  # the request is over: what is refused now is an answer, by ext_proc
         self.name = ""  # what the script calls it; empty if its answer does not matter
         self._apart = self._closed = False  # apart: no stream or call is under way, but the exchange is
         self.in_parts = False  # whether a script may take its answer on
@@ -55,7 +54,6 @@ class FastExchange(Exchange):
         if isinstance(self._request, CalledSide):
             self._told = self._told or self._request.go
         self.took(self._world.clock() - begun)
-        self._forward_only = True
         assert self._told
         if isinstance(self._told, Go) and self.name:
             self._apart = True
@@ -80,7 +78,7 @@ class FastExchange(Exchange):
         return self._let_go(changes, ())
 
     def _say(self, refusal: Refuse) -> list[Message]:
-        if self._forward_only:
+        if self._told:  # the request is over: this is an answer, by ext_proc
             return super()._say(refusal)
         self._told = refusal
         return []

@@ -61,11 +61,15 @@ class Headers:
 
 
 def read_headers(headers: HeaderMap) -> dict[str, str]:
-    """Headers by lower-case name; several of one name are joined by a comma. Bytes beyond ASCII as Latin-1."""
+    """Headers as `joined` has them. Bytes beyond ASCII as Latin-1."""
+    return joined((h.key, h.raw_value.decode("latin-1") if h.raw_value else h.value) for h in headers.headers)
+
+
+def joined(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Values by lower-case name; several of one name are joined by a comma."""
     out: dict[str, str] = {}
-    for header in headers.headers:
-        value = header.raw_value.decode("latin-1") if header.raw_value else header.value
-        key = header.key.lower()
+    for name, value in headers:
+        key = name.lower()
         out[key] = f"{out[key]},{value}" if key in out else value
     return out
 

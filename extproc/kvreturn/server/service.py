@@ -15,6 +15,7 @@ from kvreturn.server.fast import FastLane
 from kvreturn.server.messages import Message, read_metadata, refused_by
 from kvreturn.server.roles import DecodeExchange, PrefillExchange
 from kvreturn.server.scriptless import ScriptlessExchange
+from kvreturn.server.tasks import is_cancelled
 from kvreturn.server.world import World
 
 log = logging.getLogger("kvreturn")
@@ -106,8 +107,7 @@ class ExternalProcessor:
         except (Exception, asyncio.CancelledError):
             # A cancellation that is not this stream's is an error too: let through, it would look like one, and
             # Envoy would wait for ever (grpc#29248).
-            task = asyncio.current_task()
-            if task and task.cancelling():
+            if is_cancelled():
                 raise
             log.exception("an exchange failed")
             if exchange.answering:

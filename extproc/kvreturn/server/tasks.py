@@ -5,6 +5,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 
+def is_cancelled() -> bool:
+    """Whether a cancellation is this task's own. Any other that reaches it is an error like others."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 class Tasks:
     """Tasks that nobody waits for, until the process ends."""
 

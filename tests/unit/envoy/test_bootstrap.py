@@ -86,6 +86,17 @@ def routes(made_of: hcm_pb.HttpConnectionManager) -> list[route_pb.Route]:
     return made_of.route_config.virtual_hosts[0].routes
 
 
+def override_host(policy: cluster_pb.LoadBalancingPolicy | None) -> override_host_pb.OverrideHost:
+    """A policy, which is one of this kind."""
+    assert policy
+    extension = policy.policies[0].typed_extension_config
+    assert extension
+    assert extension.typed_config
+    config = extension.typed_config.unpack()
+    assert isinstance(config, override_host_pb.OverrideHost)
+    return config
+
+
 class TestExtProc:
     @pytest.mark.parametrize(
         ("request_mode", "response_mode", "request_trailers", "override"),
@@ -257,12 +268,7 @@ class TestClusters:
     @pytest.mark.parametrize(("name", "key"), [("decode", "decode_node"), ("prefill", "prefill_node")])
     def test_the_router_may_name_a_node_of(self, name: str, key: str) -> None:
         policy = cluster(name, settings()).load_balancing_policy
-        assert policy
-        extension = policy.policies[0].typed_extension_config
-        assert extension
-        assert extension.typed_config
-        config = extension.typed_config.unpack()
-        assert isinstance(config, override_host_pb.OverrideHost)
+        config = override_host(policy)
         (source,) = config.override_host_sources
         assert source.metadata
         assert (source.metadata.key, [p.key for p in source.metadata.path]) == ("kvreturn", [key])
@@ -439,12 +445,7 @@ class TestCalls:
     def test_an_answer_goes_to_the_router_that_has_its_turn(self) -> None:
         made_of = settings(envoy={"routers": ["10.0.0.8:9090", "10.0.0.9:9090"]})
         policy = cluster("kvreturn_router", made_of).load_balancing_policy
-        assert policy
-        extension = policy.policies[0].typed_extension_config
-        assert extension
-        assert extension.typed_config
-        config = extension.typed_config.unpack()
-        assert isinstance(config, override_host_pb.OverrideHost)
+        config = override_host(policy)
         assert [source.header for source in config.override_host_sources] == ["x-kvreturn-to"]
 
 

@@ -66,6 +66,14 @@ async def turning(**changes: Any) -> AsyncIterator[Turn]:  # noqa: ANN401 - sett
     assert left(router) == []
 
 
+async def _waiting(turn: Turn) -> Answered:
+    """The router has the headers of a JSON answer by ext_proc, and waits for its body."""
+    envoy = Answered(LocalStream(turn.router.service), turn.name)
+    await envoy._give(headers_message("response", {":status": "200", **JSON}))
+    assert await envoy._stream.receive()
+    return envoy
+
+
 async def test_a_turn_in_the_fast_lane_ends_as_in_the_other() -> None:
     seen = []
     for lane in ("portable", "fast"):
@@ -331,9 +339,7 @@ class TestAnswersByExtProc:
     async def test_only_one_stream_has_it(self) -> None:
         async with turning() as turn:
             await turn.begin(stream=False)
-            first = Answered(LocalStream(turn.router.service), turn.name)
-            await first._give(headers_message("response", {":status": "200", **JSON}))
-            assert await first._stream.receive()
+            first = await _waiting(turn)
             second = await turn.script.by_ext_proc(turn.name, Response([decode_body()], headers=JSON))
             assert second.client.status == 502
             assert await turn.tell(f"1 1 {BEGUN}", TEXT) == 404
@@ -347,9 +353,7 @@ class TestAnswersByExtProc:
         async with turning() as turn:
             await turn.begin(stream=False)
             log = Log(turn.router)
-            envoy = Answered(LocalStream(turn.router.service), turn.name)
-            await envoy._give(headers_message("response", {":status": "200", **JSON}))
-            assert await envoy._stream.receive()
+            envoy = await _waiting(turn)
             log.over(turn.name, broken=False)  # of no account now
             await log.close()
             turn.router.service.fast.leave(turn.name)
@@ -510,9 +514,7 @@ class TestDrain:
     async def test_lets_answers_by_ext_proc_end_by_themselves(self) -> None:
         async with turning() as turn:
             await turn.begin(stream=False)
-            envoy = Answered(LocalStream(turn.router.service), turn.name)
-            await envoy._give(headers_message("response", {":status": "200", **JSON}))
-            assert await envoy._stream.receive()
+            envoy = await _waiting(turn)
             await turn.router.service.fast.drained(0.01)
             assert turn.router.world.admission.live == 1  # the gRPC server waits for its streams
             envoy._stream.cancel()

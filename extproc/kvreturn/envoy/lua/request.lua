@@ -1,7 +1,7 @@
 -- A request: the router hears of it, whole, in one call, and says in one answer what becomes of it.
 --
--- `kvreturn envoy-config` writes ROUTERS, REQUEST_SECONDS and TURNS before this script. What the router is sent and
--- what it says is described where it reads and writes it (kvreturn/server/called.py).
+-- `kvreturn envoy-config` writes the constants before this script: ROUTERS, TURNS, the clients' errors, and so on. What
+-- the router is sent and what it says is described where it reads and writes it (kvreturn/server/called.py).
 --
 -- Envoy's contract, as of 1.40:
 --  * A script that fails is over, and the request goes on as it came: with what a client may have hidden in it. So all
@@ -63,25 +63,19 @@ local function head_of(headers)
   return table.concat(lines)
 end
 
-local function refuse(handle, status, openai, anthropic, text)
-  local path, body = handle:headers():get(":path") or "", nil
-  if sub(path, 1, 12) == "/v1/messages" then
-    body = string.format('{"type":"error","error":{"type":"%s","message":"%s"}}\n', anthropic, text)
-  else
-    body = string.format('{"error":{"message":"%s","type":"%s","param":null,"code":%s}}\n', text, openai, status)
-  end
+-- The client gets one of `bodies`: the first in the shape of OpenAI's APIs, the second in Anthropic's.
+local function refuse(handle, status, bodies)
+  local path = handle:headers():get(":path") or ""
+  local body = sub(path, 1, #ANTHROPIC) == ANTHROPIC and bodies[2] or bodies[1]
   handle:respond({ [":status"] = status, ["content-type"] = "application/json", ["retry-after"] = "1" }, body)
 end
 
 local function no_router(handle, status)
   handle:logErr("kvreturn: no router has answered at its `calls` address (" .. tostring(status) .. ")")
   if status == "504" then
-    refuse(handle, "504", "GatewayTimeout", "timeout_error",
-      "kvreturn: the router did not answer in time; try again later")
+    refuse(handle, "504", LATE)
   else
-    refuse(handle, "500", "InternalServerError", "api_error",
-      "kvreturn: no router could take this request to its end; try again. If this goes on, no router is up: tell who "
-        .. "runs this service")
+    refuse(handle, "500", GONE)
   end
 end
 
@@ -172,6 +166,6 @@ function envoy_on_request(handle)
   local fine, problem = pcall(request, handle)
   if not fine then
     handle:logErr("kvreturn: the fast lane failed with a request: " .. tostring(problem))
-    refuse(handle, "500", "InternalServerError", "api_error", "kvreturn: internal error")
+    refuse(handle, "500", FAILED)
   end
 end
