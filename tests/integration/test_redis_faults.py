@@ -76,7 +76,7 @@ async def test_every_router_knows_which_node_keeps_a_response(redis: Server, rou
 
 async def test_of_200_concurrent_turns_at_two_routers_one_gets_the_handle(redis: Server, router: Router) -> None:
     """Their answers come later: what these leave would be a predecessor for the next try."""
-    routers = [await router(redis.url, deadline=10.0) for _ in range(2)]
+    routers = [await router(redis.url, deadline=30.0, connect_timeout=30.0) for _ in range(2)]
     await outcome(routers[0], *FIRST)
     envoys = [routers[i % 2].envoy() for i in range(200)]
     await asyncio.gather(*(envoy.request(Request(pieces=[chat(*SECOND)])) for envoy in envoys))

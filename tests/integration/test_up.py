@@ -148,7 +148,7 @@ class TestUp:
     async def test_workers_serve_behind_one_envoy_and_reload(self, config: dict[str, Any], tmp_path: Path) -> None:
         config |= {"listen": f"unix:{tmp_path}/router", "tenant_header": "x-tenant", "drain_timeout": 0.1}
         with server(tmp_path) as redis:
-            config["store"] = {"url": redis.url}
+            config["store"] = {"url": redis.url, "deadline": 1.0}
             async with up_with(config, tmp_path, "--workers", "2", "--watch") as running:
                 await running.see("ready")
                 async with aiohttp.ClientSession() as client:

@@ -68,11 +68,17 @@ class Container:
         return re.sub(rf"(?<![\w.-])({'|'.join(longest_first)})", lambda found: known[found[1]], text)
 
     def mount(self, inside: str, source: Path, target: Path) -> None:
-        """Have a folder or a file there, with its contents read as everything else."""
+        """Have a folder or a file there, with its contents read as everything else.
+
+        In a router's settings the store has more time than by default, so that a busy machine changes no outcome.
+        """
         files = [source] if source.is_file() else [f for f in source.iterdir() if f.is_file()]
         target.mkdir(parents=True, exist_ok=True)
         for file in files:
-            (target / file.name).write_text(self.outside(file.read_text()))
+            text = self.outside(file.read_text())
+            if re.search("^pools:", text, re.MULTILINE):
+                text += "store: {deadline: 1.0}\n"
+            (target / file.name).write_text(text)
         self.mounts[inside] = target / source.name if source.is_file() else target
 
     async def start(self, argv: Sequence[str]) -> None:

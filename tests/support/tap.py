@@ -42,7 +42,7 @@ class Tap:
             relays[task] = writer
             task.add_done_callback(relays.pop)
 
-        listener = await asyncio.start_server(relay, "127.0.0.1", 0)
+        listener = await asyncio.start_server(relay, "127.0.0.1", 0, backlog=1024)
         self.address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         try:
             yield

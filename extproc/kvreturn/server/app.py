@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvreturn")
 _NOTICE = 1.0  # seconds between failing health checks and refusing streams: Envoy looks about once a second
 
+_BACKLOG = 1024  # a burst of Envoy's connections; one that finds no place in line is tried again after a second
 _EXPORT = 3.0  # seconds in which the last spans may be exported
 _FREES = 5.0  # seconds in which blocks that nobody will read may be freed
 _APART = (
@@ -149,7 +150,10 @@ async def _serve_at(runner: web.BaseRunner, address: str, setting: str) -> None:
     await runner.setup()
     path = address.removeprefix("unix:")
     try:
-        site = web.UnixSite(runner, path) if path != address else web.TCPSite(runner, *split_address(address))
+        if path != address:
+            site: web.BaseSite = web.UnixSite(runner, path, backlog=_BACKLOG)
+        else:
+            site = web.TCPSite(runner, *split_address(address), backlog=_BACKLOG)
         await site.start()
     except OSError as e:
         raise ListenError(f"cannot listen on {address} ({setting}): {e.strerror or e}") from None

@@ -179,7 +179,7 @@ class HttpFabric:
         await runner.setup()
         # One socket: "localhost" may mean two addresses, and port 0 would give each its own.
         host = "127.0.0.1" if address.host == "localhost" else address.host
-        await web.TCPSite(runner, host, address.port, reuse_address=True).start()
+        await web.TCPSite(runner, host, address.port, reuse_address=True, backlog=1024).start()
         address = Address(address.host, runner.addresses[0][1])
         self._runners[address.key] = runner
         return address

@@ -111,7 +111,7 @@ class SimNode:
         # A client that leaves cancels its handler: that is how vLLM aborts a request.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port, reuse_address=True).start()
+        await web.TCPSite(self._runner, host, port, reuse_address=True, backlog=1024).start()
         name = f"[{host}]" if ":" in host else host
         return f"http://{name}:{self._runner.addresses[0][1]}"
 

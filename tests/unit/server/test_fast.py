@@ -393,11 +393,11 @@ class TestTheEndThatNobodyElseTells:
         monkeypatch.setattr(fast, "_BEHIND", 0.02)
         async with turning() as turn:
             await turn.begin()
-            log = Log(turn.router)
-            log.over("another", turn.name)
             for _ in range(parts):
                 await turn.tell(f"1 0 {BEGUN}", EVENTS[0])
             assert turn.router.metric("live_streams") == 1
+            log = Log(turn.router)
+            log.over("another", turn.name)
             await until(lambda: not left(turn.router))
             await log.close()
             assert turn.router.outcomes() == {"first_turn": 1}

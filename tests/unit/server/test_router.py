@@ -1,6 +1,7 @@
 """The router as a server: sockets, health, limits, drain; over real gRPC, in this process."""
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -224,6 +225,16 @@ async def test_a_socket_that_a_killed_router_left_is_no_hindrance(node: FakePref
     config = settings(listen=f"unix:{path}", pools={"prefill": [node.address], "decode": [DECODE]})
     async with running(config), channel(f"unix:{path}") as c:
         assert await health(c) == SERVING
+
+
+async def test_a_burst_of_connections_waits_in_line_while_the_router_is_busy(node: FakePrefill) -> None:
+    """Linux drops those that find no place, and the peer tries again after a second."""
+    calls = unused_port()
+    config = settings(calls=f"127.0.0.1:{calls}", pools={"prefill": [node.address], "decode": [DECODE]})
+    async with running(config):
+        with contextlib.ExitStack() as stack:
+            for _ in range(500):  # none of which the event loop, which this test holds up, accepts meanwhile
+                stack.enter_context(socket.create_connection(("127.0.0.1", calls), timeout=0.8))
 
 
 async def test_a_drain_lets_streams_end_and_takes_no_new_ones(
