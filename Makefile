@@ -2,10 +2,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Some machines set it; tests start hundreds of processes, each of which would compile the code anew.
+export PYTHONDONTWRITEBYTECODE :=
 ROUTER_STAMP := .venv-vllm-router/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help bench bench-short demo engine test test-engine clients test-clients replay fuzz chaos soak scale lint
+.PHONY: help bench bench-short demo engine test test-slow test-engine clients test-clients replay fuzz chaos soak scale lint
 .PHONY: format proto docs clean
 
 help:  ## Show this help
@@ -22,6 +24,9 @@ demo: $(STAMP)  ## A multi-turn agent conversation through real Envoy: off, lazy
 
 test: $(STAMP)  ## All tests but those that need real vLLM
 	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
+
+test-slow: $(STAMP)  ## Tests that take long
+	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
 engine: $(STAMP)  ## Install real vLLM for the CPU into .venv-engine (2.7 GB)
 	$(BIN)/python scripts/install_engine.py

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import json
-import os
 import signal
 import sys
 from html.parser import HTMLParser
@@ -58,9 +57,7 @@ class _Tags(HTMLParser):
 
 
 # P is so slow that a turn takes seconds: what neither of the two knows of is small then, on a busy machine too.
-@pytest.mark.skipif(
-    "KVRETURN_TEST_SLOW" not in os.environ, reason="takes half a minute; set KVRETURN_TEST_SLOW=1 to run it"
-)
+@pytest.mark.slow
 async def test_what_analyze_expects_of_the_same_traffic_is_what_bench_measures(tmp_path: Path) -> None:
     log, html, stats = (tmp_path / name for name in ("turns.jsonl", "report.html", "stats.json"))
     slow = ("--sim-prefill-rate", 1_000, "--first-tokens", 1_000, "--turn-tokens", 600)

@@ -25,9 +25,6 @@ from support.envoy import unused_address
 BLOCK = 16
 WAYS = ["off", "lazy", "eager"]
 MEMBERS = ["computed_tokens", "read_back_tokens", "returned_tokens", "ttft_ms", "return_ms", "outcome"]
-_slow = pytest.mark.skipif(
-    "KVRETURN_TEST_SLOW" not in os.environ, reason="takes a minute; set KVRETURN_TEST_SLOW=1 to run it"
-)
 
 
 @pytest.fixture
@@ -93,6 +90,7 @@ async def test_json_is_one_object_and_the_plot_a_picture(short: Path, tmp_path: 
     assert picture.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 async def test_the_built_in_conversation_grows_past_20_000_tokens_and_pays() -> None:
     result = check(await demo("--json"), turns=built_in().length, outcomes={"hit"})
     prompts = [turn["prompt_tokens"] for turn in result["turns"]]
@@ -110,7 +108,7 @@ async def test_the_built_in_conversation_grows_past_20_000_tokens_and_pays() -> 
         assert result["saved"][f"{way}ttft_ratio_last_turn"] > 1.5
 
 
-@_slow
+@pytest.mark.slow
 @pytest.mark.parametrize("path", corpus.files("data/agents/*.json"))
 @pytest.mark.parametrize(("template", "outcome"), [("plain", "hit"), ("drop_thinking", "partial_hit")])
 async def test_recorded_histories_in_real_time(path: Path, template: str, outcome: str) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -114,19 +113,7 @@ async def test_p_computes_at_most_the_new_suffix_and_one_block(template: str) ->
 
 
 @pytest.mark.parametrize("path", corpus.files("data/agents/*.json"))
-@pytest.mark.parametrize(
-    "tokenizer",
-    [
-        pytest.param(
-            "exact",
-            marks=pytest.mark.skipif(
-                "KVRETURN_TEST_SLOW" not in os.environ,
-                reason="the easier one, 25 s of CPU; set KVRETURN_TEST_SLOW=1 to run it",
-            ),
-        ),
-        "blurry",
-    ],
-)
+@pytest.mark.parametrize("tokenizer", [pytest.param("exact", marks=pytest.mark.slow), "blurry"])
 async def test_recorded_histories_are_reused_and_answered_alike(path: Path, tokenizer: str) -> None:
     async with nodes(tokenizer=tokenizer) as there:
         turns = [turn async for turn in play(there.stack, from_file(path))]

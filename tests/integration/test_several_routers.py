@@ -165,6 +165,7 @@ async def whole(front: Front, body: bytes) -> bool:
         return False
 
 
+@pytest.mark.slow
 @needs_redis
 async def test_conversations_go_on_through_a_short_chaos() -> None:
     """What `make chaos` does, short: fewer conversations, and two of the events."""

@@ -1,7 +1,6 @@
 """`kvreturn analyze`, as users run it."""
 
 import json
-import os
 import random
 import resource
 import subprocess
@@ -165,7 +164,7 @@ def test_plots_in_each_format(tmp_path: Path, ending: str, magic: bytes) -> None
     assert path.read_bytes().startswith(magic)
 
 
-@pytest.mark.skipif("KVRETURN_TEST_SLOW" not in os.environ, reason="takes a minute; set KVRETURN_TEST_SLOW=1 to run it")
+@pytest.mark.slow
 def test_a_million_lines_take_less_than_30_s_of_cpu_and_300_mb(tmp_path: Path) -> None:
     draw = random.Random(1)
     path = tmp_path / "log.jsonl"

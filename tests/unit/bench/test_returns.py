@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,6 @@ from closed_loop import plots, tables, virtual
 from closed_loop.running import Part, Run, play
 from closed_loop.scenarios import SCENARIOS, WAYS, Phase
 
-_slow = pytest.mark.skipif(
-    "KVRETURN_TEST_SLOW" not in os.environ, reason="takes 6 to 11 s of CPU; set KVRETURN_TEST_SLOW=1 to run it"
-)
 _, LAZY, EAGER, AUTO = WAYS
 LITTLE_D = replace(SCENARIOS["A"], prefill_room=24, decode_room=4, phases=(Phase("all", 40.0, 14),))
 LITTLE_P = replace(
@@ -35,7 +31,7 @@ def between(run: Run, begin: float, end: float) -> Counter[str]:
     return at[end] - at[begin]
 
 
-@_slow
+@pytest.mark.slow
 def test_with_little_room_on_d_auto_is_eager_and_serves_as_many_turns() -> None:
     lazy, eager, auto = (play(LITTLE_D, way, 0).parts[0] for way in (LAZY, EAGER, AUTO))
     assert eager.rate > 1.1 * lazy.rate  # else there is nothing to choose
@@ -44,7 +40,7 @@ def test_with_little_room_on_d_auto_is_eager_and_serves_as_many_turns() -> None:
     assert not auto.failures
 
 
-@_slow
+@pytest.mark.slow
 def test_with_little_room_on_p_auto_turns_lazy_and_back_and_lazy_again(tmp_path: Path) -> None:
     runs = {way.name: [play(LITTLE_P, way, 0)] for way in (LAZY, AUTO)}
     for lazy, auto in zip(runs["lazy"][0].parts, runs["auto"][0].parts, strict=True):
