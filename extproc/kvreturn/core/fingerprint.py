@@ -3,6 +3,7 @@
 A fingerprint only *finds* (design.md, "Sessions without client changes"): equal messages do not imply equal tokens.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import msgspec
 
 _SIZE, _BLOCK = 16, 64
+_TURN, _PROMPT = b"t", b"p"
 _NEAR = 4096
 _SAME_SESSION = 8  # nearest items for which the same session's turn is preferred to another's
 SALT = "kvreturn-salt-"
@@ -94,9 +96,13 @@ class Trail:
 
     def extend(self, items: Iterable[bytes]) -> "Trail":
         """The trail of a longer prompt."""
-        digests = list(self.digests)
+        digests, keyed = list(self.digests), _keyed(self.key)
+        last = digests[-1]
         for item in items:
-            digests.append(_digest(self.key, digests[-1] + item))
+            whole = keyed.copy()
+            whole.update(last)
+            whole.update(item)
+            digests.append(last := whole.digest()[:_SIZE])
         return Trail(self.key, tuple(digests))
 
     @property
@@ -114,7 +120,7 @@ class Trail:
                 session that has sent just this prompt keeps its turn: it will want it, and P still has the prompt.
         """
         near = self.digests[1:][-_NEAR:]
-        keys = [k for d in reversed(near) for k in (_turn_key(d), _prompt_key(d))]
+        keys = [k for d in reversed(near) for k in (_TURN + d, _PROMPT + d)]
         nearest = 2 * _SAME_SESSION
         found = [k for key in keys[:nearest] for k in self.places(key, session)] + keys[nearest:]
         if session and self.depth:
@@ -145,15 +151,23 @@ def keyed_hash(key: bytes, value: bytes) -> bytes:
 
 
 def _digest(key: bytes, data: bytes) -> bytes:
+    whole = _keyed(key).copy()
+    whole.update(data)
+    return whole.digest()[:_SIZE]
+
+
+@functools.lru_cache(maxsize=16)
+def _keyed(key: bytes) -> "hashlib._Hash":
+    """What digests under a key begin with."""
     # CPUs have SHA-256 in hardware: half of BLAKE2b's time. With the key before the text it is a keyed hash, since only
     # half of the digest is kept: who sees that cannot go on from there. The key fills a block, so that no key's end can
     # pass for the beginning of a text.
-    return hashlib.sha256(key.ljust(_BLOCK, b"\0") + data).digest()[:_SIZE]
+    return hashlib.sha256(key.ljust(_BLOCK, b"\0"))
 
 
 def _turn_key(digest: bytes) -> bytes:
-    return b"t" + digest
+    return _TURN + digest
 
 
 def _prompt_key(digest: bytes) -> bytes:
-    return b"p" + digest
+    return _PROMPT + digest

@@ -7,8 +7,7 @@ tokens (protocol.md, "Bytes"). So bodies are never written anew: members are fou
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -50,8 +49,7 @@ class TooManyError(JSONTextError):
     """More members than anybody needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One member of an object: its decoded name, and where name and value stand in the text."""
 
     name: str
@@ -71,7 +69,8 @@ class ObjectText:
         """
         self.text = text
         try:
-            text.decode()
+            if not text.isascii():  # which needs no copy
+                text.decode()
         except UnicodeDecodeError as e:
             raise JSONTextError(_short(e)) from None
         try:
@@ -90,8 +89,10 @@ class ObjectText:
 
     def load(self, name: str) -> Any:  # noqa: ANN401 - JSON
         """The decoded value of `name`, None where it is absent."""
-        raw = self.get(name)
-        return None if raw is None else loads(raw)
+        for member in reversed(self.members):
+            if member.name == name:
+                return loads(memoryview(self.text)[member.value : member.end])
+        return None
 
     def __contains__(self, name: object) -> bool:
         """Whether a member of this name is there."""

@@ -3,6 +3,7 @@
 _PROBE = 32  # bytes by which the rest of a body is recognised behind an edit
 _WINDOW = 4096  # bytes within which it is looked for
 _EDITS = 16
+_BLOCK = 1 << 16  # bytes, of which copies stay in the processor's cache
 
 Piece = tuple[int, int] | bytes
 """A slice of the old body, from and to; or bytes that are new."""
@@ -41,9 +42,12 @@ def _behind(old: bytes, at: int, new: bytes, done: int) -> tuple[int, int] | Non
 
 
 def _alike(old: bytes, at: int, new: bytes, done: int) -> int:
-    """How many bytes are the same from there on. By halves: comparing bytes one by one is slow."""
-    low, high = 0, min(len(old) - at, len(new) - done)
-    size = high
+    """How many bytes are the same from there on. By blocks, then by halves: comparing bytes one by one is slow."""
+    low, end = 0, min(len(old) - at, len(new) - done)
+    while low + _BLOCK <= end and new.startswith(old[at + low : at + low + _BLOCK], done + low):
+        low += _BLOCK
+    high = min(low + _BLOCK, end)
+    size = high - low
     while low < high:
         if new.startswith(old[at + low : at + low + size], done + low):
             low += size

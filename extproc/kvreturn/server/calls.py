@@ -24,6 +24,7 @@ log = logging.getLogger("kvreturn")
 _SHUTDOWN = 0.1  # seconds; by then nothing is under way that is to end
 _ARRIVES = 1.0  # seconds after which Envoy has an answer, or has hung up
 _ROOM = 64 << 10  # Envoy takes a little more than `limits.header_bytes`, and a header of ours has them all
+_READ = 1 << 20  # bytes that may come in without a stop: a body is wanted as a whole
 _KINDS = ("whole", "none", "left")
 _OURS = {names.REPLY_HEADER: "1"}
 _OTHER_SCRIPT = (
@@ -57,6 +58,7 @@ class Calls:
             access_log=None,
             max_line_size=room,
             max_field_size=room,
+            read_bufsize=_READ,
         )
         return web.ServerRunner(server, shutdown_timeout=_SHUTDOWN)
 

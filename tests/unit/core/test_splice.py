@@ -70,6 +70,16 @@ def test_any_edits_are_found_or_given_up(old: bytes, edits: list[tuple[int, int,
     assert made(old, pieces(old, new)) == new
 
 
+_LONG = random.Random(6).randbytes(3 << 16)
+
+
+@pytest.mark.parametrize("block", [1, 2, 3])
+@pytest.mark.parametrize("off", [-2, -1, 0, 1])
+def test_an_edit_is_found_at_the_edge_of_a_block_too(block: int, off: int) -> None:
+    at = min((block << 16) + off, len(_LONG))
+    assert pieces(_LONG, _LONG[:at] + b"new" + _LONG[at:])[:2] == [(0, at), b"new"]
+
+
 def test_of_a_megabyte_only_the_edited_members_are_new() -> None:
     rng = random.Random(5)
     text = [{"role": "user", "content": f"{rng.random()} {i}"} for i in range(20_000)]

@@ -28,6 +28,7 @@ _TOKENIZE = (
     *("model", "messages", "tools", "chat_template", "chat_template_kwargs", "add_generation_prompt"),
     *("continue_final_message", "add_special_tokens", "mm_processor_kwargs"),
 )
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TOKENIZE_SAFE = frozenset({"model", "messages", "tools", "chat_template_kwargs", "cache_salt"})
 
 
@@ -143,7 +144,18 @@ def _tokenizable(body: ObjectText) -> bool:
 
 
 def _message(message: Mapping[str, Any], *, strict: bool) -> bytes:
-    return canonical(without_empty(message) if strict else _loose(message))
+    if strict:
+        return canonical(without_empty(message))
+    # Nearly all messages are plain text. For these the JSON is spared: it is as much work as to read the whole body.
+    # What is written here begins with a letter, so that it is never the JSON of another message.
+    role, content = message.get("role"), joined_text(message.get("content"))
+    if isinstance(role, str) and role in _ROLES and isinstance(content, str) and content:
+        try:
+            if not (message.get("refusal") or message.get("tool_calls")):
+                return f"{role} {content}".encode()
+        except UnicodeEncodeError:  # lone surrogates
+            pass
+    return canonical(_loose(message))
 
 
 def _loose(message: Mapping[str, Any]) -> dict[str, Any]:
