@@ -157,7 +157,7 @@ class PrefillLeg(_Leg):
             prompt=answer.usage.prompt or 0,
             turns=turns,
         )
-        return Put([self._note_key(loads(answer.params))], note)
+        return Put([self._note_key(loads(answer.params.text))], note)
 
     def settle(self, capture: Capture, decode_node: str | None) -> Put | None:
         """See `Turn.settle`: this leg leaves nothing."""

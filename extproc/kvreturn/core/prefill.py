@@ -8,7 +8,7 @@ from kvreturn.core import wire
 from kvreturn.core.address import host_of, is_local
 from kvreturn.core.api.base import API, Usage, is_count
 from kvreturn.core.handle import PARAMS
-from kvreturn.core.jsontext import JSONTextError, ObjectText
+from kvreturn.core.jsontext import JSONTextError, ObjectText, loads
 from kvreturn.core.ports import Failure, Refuse, Reply
 from kvreturn.core.refusal import strip_refusal
 
@@ -24,7 +24,7 @@ class PrefillAnswer:
 
     Attributes:
         node: address of the node.
-        params: its `kv_transfer_params`, raw, for D.
+        params: its `kv_transfer_params`, for D.
         usage: token counts as P has them.
         report: what our connector on P says; None from a stock P.
         engine: P's `remote_engine_id`, which changes when it restarts.
@@ -33,7 +33,7 @@ class PrefillAnswer:
     """
 
     node: str | None
-    params: bytes
+    params: ObjectText
     usage: Usage
     report: wire.Report | None
     engine: str = ""
@@ -45,7 +45,7 @@ class PrefillAnswer:
         """Tokens that P had in its own prefix cache, of a request that carried no handle; None if nobody tells."""
         if self.report:
             return self.report.local
-        cached = ObjectText(self.params).load(_CACHED) if self.usage.cached is None else self.usage.cached
+        cached = self.params.load(_CACHED) if self.usage.cached is None else self.usage.cached
         return cached if is_count(cached) else None
 
     def decode_params(self, ids: bytes | None, *, keep: bool) -> bytes:
@@ -59,7 +59,7 @@ class PrefillAnswer:
         if not keep:
             report = {} if self.report is None else wire.dump_report(self.report)
             put[wire.MEMBER] = json.dumps({"v": wire.VERSION, **report, "keep": False}).encode()
-        return ObjectText(self.params).edit(put=put) if put else self.params
+        return self.params.edit(put=put) if put else self.params.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +90,18 @@ def read_prefill(reply: Reply, api: API) -> PrefillAnswer | PrefillError:
         return PrefillError(reply.node, str(reply.status))
     try:
         body = ObjectText(reply.body)
-        params, obj, usage = body.get(PARAMS), body.load(PARAMS), Usage()
+        raw, usage = body.get(PARAMS), Usage()
+        obj = None if raw is None else loads(raw)
         usage.read(body.load("usage"))
-        if params is None or obj in (None, {}):
+        if raw is None or obj in (None, {}):
             return PrefillError(reply.node, "no_kv_transfer_params")
-        text = ObjectText(params)
+        params = ObjectText(raw)
     except JSONTextError:
         return PrefillError(reply.node, "malformed")
     host = obj.get("remote_host")
     if reply.node and isinstance(host, str) and is_local(host):
         # vLLM's default is `localhost`, which names no machine to D (protocol.md, "Addresses").
-        params = text.edit(put={"remote_host": json.dumps(host_of(reply.node)).encode()})
+        params = params.edited(put={"remote_host": json.dumps(host_of(reply.node)).encode()})
     try:
         report = wire.load_report(obj.get(wire.MEMBER))
     except wire.WireError:
@@ -108,7 +109,7 @@ def read_prefill(reply: Reply, api: API) -> PrefillAnswer | PrefillError:
     reported = None
     if report and report.ids is not None:
         reported, report = json.dumps(report.ids, separators=(",", ":")).encode(), replace(report, ids=None)
-        params = ObjectText(params).edit(put={wire.MEMBER: json.dumps(wire.dump_report(report)).encode()})
+        params = params.edited(put={wire.MEMBER: json.dumps(wire.dump_report(report)).encode()})
     return PrefillAnswer(
         reply.node, params, usage, report, str(obj.get("remote_engine_id") or ""), _prompt_ids(body), reported
     )

@@ -23,7 +23,7 @@ def test_an_answer_is_read() -> None:
     answer = read(p_reply(prompt_tokens=209))
     assert isinstance(answer, PrefillAnswer)
     assert answer.node == P1
-    assert answer.params == compact(p_params())
+    assert answer.params.text == compact(p_params())
     assert (answer.usage.prompt, answer.usage.completion, answer.usage.cached) == (209, 1, None)
     assert answer.report is None
 
@@ -34,8 +34,8 @@ def test_real_answers_are_read_and_params_kept_byte_for_byte(path: Any) -> None:
     expected = json.loads(text)
     answer = read(Reply("10.0.0.1:8100", 200, text))
     assert isinstance(answer, PrefillAnswer)
-    assert json.loads(answer.params) == expected["kv_transfer_params"] | {"remote_host": "10.0.0.1"}  # was 127.0.0.1
-    assert answer.params.replace(b"10.0.0.1", b"127.0.0.1") in text
+    assert json.loads(answer.params.text) == expected["kv_transfer_params"] | {"remote_host": "10.0.0.1"}  # was 127.0.0.1
+    assert answer.params.text.replace(b"10.0.0.1", b"127.0.0.1") in text
     assert answer.usage.prompt == expected["usage"]["prompt_tokens"]
     assert answer.usage.cached == expected["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -44,7 +44,7 @@ def test_unknown_members_and_odd_spacing_reach_d_as_they_are() -> None:
     params = b'{ "do_remote_prefill" : true,\n"x_future":{"a":[1.50]}, "remote_host":"10.0.0.1","n":1e2 }'
     answer = read(Reply(P1, 200, b'{"kv_transfer_params":' + params + b"}"))
     assert isinstance(answer, PrefillAnswer)
-    assert answer.params == params
+    assert answer.params.text == params
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_fr80_a_host_that_names_no_machine_to_d_becomes_the_node_that_answered(
 ) -> None:
     answer = read(Reply(node, 200, compact({"kv_transfer_params": p_params(remote_host=host)})))
     assert isinstance(answer, PrefillAnswer)
-    assert json.loads(answer.params) == p_params(remote_host=expected)
+    assert json.loads(answer.params.text) == p_params(remote_host=expected)
 
 
 @pytest.mark.parametrize("host", [None, 5, ["localhost"]])
 def test_a_host_that_is_no_text_is_left_alone(host: object) -> None:
     answer = read(reply_with(p_params(remote_host=host)))
     assert isinstance(answer, PrefillAnswer)
-    assert answer.params == compact(p_params(remote_host=host))
+    assert answer.params.text == compact(p_params(remote_host=host))
 
 
 def test_the_report_is_read() -> None:
