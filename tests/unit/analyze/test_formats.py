@@ -278,8 +278,8 @@ def test_an_access_log_that_names_the_conversation_is_believed() -> None:
 def test_a_request_is_found_where_loggers_put_it(wrap: Any) -> None:  # noqa: ANN401 - a function
     found = turn(wrap({"model": "m", "messages": [{"role": "user", "content": "x" * 400}]}))
     assert len(found.digests) == 1
-    # {"content":"xx...","role":"user"} is 400 bytes and 28 more.
-    assert (found.sizes.prompt, found.sizes.estimated) == (107, True)
+    # "user xx..." is 400 bytes and 5 more.
+    assert (found.sizes.prompt, found.sizes.estimated) == (101, True)
 
 
 def test_a_conversation_that_the_log_names_is_believed_before_messages() -> None:
