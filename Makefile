@@ -1,4 +1,4 @@
-# Every target does its own set-up in .venv; nothing else is needed on a machine with Python 3.11+.
+# Every target does its own set-up in .venv; on a machine with Python 3.11+ only the benchmarks need more, a C compiler.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -22,10 +22,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## A multi-turn agent conversation through real Envoy: off, lazy, eager, and an oracle
 	@$(BIN)/kvreturn demo $(ARGS)
 
-test: $(STAMP)  ## All tests but those that need real vLLM
+test: $(STAMP)  ## All tests but the slow ones and those that need real vLLM or client libraries (5 minutes)
 	$(BIN)/python -m pytest -n 4 --dist worksteal $(ARGS)
 
-test-slow: $(STAMP)  ## Tests that take long
+test-slow: $(STAMP)  ## Tests that take long (5 minutes)
 	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
 engine: $(STAMP)  ## Install real vLLM for the CPU into .venv-engine (2.7 GB)
@@ -85,5 +85,5 @@ docs: $(STAMP)  ## Generate the reference parts of README.md, docs/metrics.md an
 	$(BIN)/python scripts/gen_docs.py
 	$(BIN)/python scripts/gen_dashboard.py
 
-clean:  ## Remove the virtual environment and caches
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz .vllm-scripts
+clean:  ## Remove the virtual environments and caches
+	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis .fuzz .vllm-scripts

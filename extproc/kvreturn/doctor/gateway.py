@@ -94,7 +94,7 @@ def _served(ctx: Context, answer: Answer) -> list[Finding]:
         remedy = "give --api-key, or the headers that your auth filter wants by --header"
         return [fail(CHECK, f"the gateway refuses the probe: {answer.what}", remedy)]
     if answer.status != OK:
-        remedy = "are Envoy and the router running? see the checks `envoy` and `router`"
+        remedy = "are Envoy, the router and the nodes running? see the checks `envoy`, `router` and `node.health`"
         if not answer.status:
             remedy = "start Envoy; if it is elsewhere, give --gateway URL"
         return [fail(CHECK, f"{ctx.gateway}{PATH}: {answer.what}", remedy)]

@@ -152,6 +152,9 @@ def trouble(world: World) -> list[str]:
         away = [f"{n.address} ({n.state})" for n in nodes if n.state in {"out", "probing"}]
         if away:
             found.append(f"{len(away)} of {len(nodes)} {kind} nodes are not in use: {', '.join(away[:5])}")
+        unseen = [n.address for n in nodes if n.unseen]
+        if unseen:
+            found.append(f"{kind} nodes of which nothing has been heard yet: {', '.join(unseen[:5])}")
     if world.guard.is_open:
         found.append("the session store is away: turns are cold until it is back")
     breakers = world.judge.open_breakers()

@@ -12,6 +12,7 @@ import aiohttp
 from kvreturn.envoy.names import NODE_HEADER, ONLY_HEADER
 from kvreturn.settings.nodes import Health
 from kvreturn.upstream.client import ENVOY_LOCAL
+from kvreturn.upstream.node import UNSEEN
 from kvreturn.upstream.pool import Pool
 
 log = logging.getLogger("kvreturn.pool")
@@ -19,7 +20,6 @@ _TICK = 0.2  # seconds between looks at what is due
 _JITTER = 0.2  # of the interval, so that several routers do not ask all at once, forever
 _OK = 200
 _USER_AGENT = "kvreturn/HC"  # Envoy calls its own ones Envoy/HC
-_UNKNOWN = 3  # checks of a node that fail before it is said that checks do not reach it
 
 
 class HealthWatch:
@@ -96,7 +96,7 @@ class HealthWatch:
             why = str(e) or type(e).__name__
         pool.checked(address, well=why is None)
         self._failures[key] = 0 if why is None else self._failures.get(key, 0) + 1
-        if self._failures[key] == _UNKNOWN and not pool.known(address):
+        if self._failures[key] == UNSEEN and not pool.known(address):
             log.warning(
                 "no health check of %s node %s has gone well yet (%s): it does not run, or the router cannot reach its "
                 "%s; until one does, only requests tell whether it is well",

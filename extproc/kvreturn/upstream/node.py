@@ -10,6 +10,8 @@ STATES: tuple[State, ...] = ("up", "out", "probing", "draining")
 Reason = Literal["connect", "errors", "health", "probe"]
 REASONS: tuple[Reason, ...] = ("connect", "errors", "health", "probe")
 BACKOFF = (1.0, 2.0, 5.0, 10.0, 30.0)  # seconds out of the pool after the 1st, 2nd, ... failure in a row
+UNSEEN = 3
+"""Health checks that fail, before anything has gone well, until somebody should look."""
 _MISSES = 2  # health checks in a row that fail before a node is out: one may meet a node that is just very busy
 
 
@@ -24,6 +26,7 @@ class NodeView:
         failures: ejections in a row, without a good answer between them.
         engines: ids of the engines behind the address, as far as answers have told.
         loads: `load` by data-parallel rank.
+        unseen: whether nothing has ever gone well there, and checks have been tried: it may not exist.
     """
 
     address: str
@@ -32,6 +35,7 @@ class NodeView:
     failures: int
     engines: tuple[str, ...] = ()
     loads: tuple[int, ...] = ()
+    unseen: bool = False
 
 
 @dataclass(slots=True)
@@ -68,6 +72,8 @@ class Node:
     checked: bool = False
     _errors: int = 0
     _misses: int = 0
+    _served: bool = False  # whether it ever answered a request well
+    _unseen: int = 0  # health checks that failed, as long as none went well
 
     def seats(self) -> list[str]:
         """The names of its engines, by rank."""
@@ -94,6 +100,11 @@ class Node:
         """Whether nothing speaks against its answering."""
         return not self.out or (self.out_until <= now and not self.checked)
 
+    @property
+    def unseen(self) -> bool:
+        """Whether nothing has ever gone well there, and checks have been tried."""
+        return self._unseen >= UNSEEN and not (self.checked or self._served)
+
     def eject(self, now: float) -> bool:
         """Take it out for a while, longer each time in a row. Returns whether it was in."""
         if self.out_until > now:
@@ -111,7 +122,7 @@ class Node:
 
     def answered(self) -> bool:
         """It answered a request well. Returns whether it was out."""
-        was, self.out = self.out, False
+        was, self.out, self._served = self.out, False, True
         self.out_until, self.failures, self._errors = 0.0, 0, 0
         return was
 
@@ -128,6 +139,7 @@ class Node:
 
     def failed_check(self, now: float) -> Reason | None:
         """A health check failed. Returns why the node is to be ejected, if it is."""
+        self._unseen += not self.checked
         if not self.checked or self.out_until > now:
             return None
         if self.out:

@@ -96,6 +96,7 @@ class Pool:
                 failures=node.failures,
                 engines=tuple(self.engines(node.address)),
                 loads=tuple(e.load for e in node.engines),
+                unseen=node.unseen,
             )
             for node in self._nodes.values()
         ]

@@ -34,7 +34,9 @@ def test_real_answers_are_read_and_params_kept_byte_for_byte(path: Any) -> None:
     expected = json.loads(text)
     answer = read(Reply("10.0.0.1:8100", 200, text))
     assert isinstance(answer, PrefillAnswer)
-    assert json.loads(answer.params.text) == expected["kv_transfer_params"] | {"remote_host": "10.0.0.1"}  # was 127.0.0.1
+    assert json.loads(answer.params.text) == expected["kv_transfer_params"] | {
+        "remote_host": "10.0.0.1"
+    }  # was 127.0.0.1
     assert answer.params.text.replace(b"10.0.0.1", b"127.0.0.1") in text
     assert answer.usage.prompt == expected["usage"]["prompt_tokens"]
     assert answer.usage.cached == expected["usage"]["prompt_tokens_details"]["cached_tokens"]

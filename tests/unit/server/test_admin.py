@@ -171,6 +171,20 @@ async def test_what_needs_a_look() -> None:
     await router.world.guard.aclose()
 
 
+async def test_a_node_of_which_nothing_is_heard_needs_a_look_until_it_answers() -> None:
+    router = harness()
+    pool = router.world.decode
+    for _ in range(3):
+        assert (await section(router, "state"))["trouble"] == []
+        pool.checked(DECODE, well=False)
+    assert (await section(router, "state"))["trouble"] == [
+        f"decode nodes of which nothing has been heard yet: {DECODE}"
+    ]
+    pool.reachable(DECODE)  # a router need not be able to reach decode nodes itself
+    pool.checked(DECODE, well=False)
+    assert (await section(router, "state"))["trouble"] == []
+
+
 async def test_what_an_operator_wanted_is_no_trouble() -> None:
     router = harness()
     router.world.decode.drain(DECODE)
