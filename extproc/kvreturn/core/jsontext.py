@@ -206,8 +206,10 @@ def _members(text: bytes, value_end: Callable[[str, int], int]) -> list[Member]:
             raise TooManyError(f"an object with more than {_MAX_MEMBERS} members")
         head = _NEXT.match(text, end)
     if not (_END.fullmatch(text, end) if members else _EMPTY.fullmatch(text)):
-        behind = f"not JSON: neither another member nor the end of the object at byte {end}"
-        raise JSONTextError(behind if _OBJECT.match(text) else "the body is not a JSON object")
+        opening = _OBJECT.match(text)
+        if not opening:
+            raise JSONTextError("the body is not a JSON object")
+        raise JSONTextError(f"not JSON: neither a member nor the end of the object at byte {end or opening.end()}")
     return members
 
 

@@ -204,7 +204,7 @@ def test_an_object_is_accepted_exactly_where_the_standard_library_finds_one(text
 def test_errors_name_the_place_and_stay_short() -> None:
     with pytest.raises(JSONTextError, match=r"not JSON: .*\(char 5\)"):
         ObjectText(b'{"a":x}' + b" " * 10_000)
-    with pytest.raises(JSONTextError, match="not JSON: neither another member nor the end of the object at byte 6"):
+    with pytest.raises(JSONTextError, match="not JSON: neither a member nor the end of the object at byte 6"):
         ObjectText(b'{"a":1 "b":2}')
     with pytest.raises(JSONTextError, match="nested too deeply"):
         ObjectText(b'{"a":' + b"[" * 100_000)
