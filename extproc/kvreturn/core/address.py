@@ -1,6 +1,5 @@
 """`host:port` addresses, IPv6 included."""
 
-import functools
 import ipaddress
 import re
 from collections.abc import Sequence
@@ -64,7 +63,6 @@ def moved(address: str, by: int) -> str:
     return f"{head}:{there}"
 
 
-@functools.lru_cache(maxsize=256)  # each turn asks of the same few
 def is_local(host: str) -> bool:
     """Whether `host` names no machine to anybody else: loopback, unspecified, or empty."""
     if host.lower() in {"", "localhost"}:

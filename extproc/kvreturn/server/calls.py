@@ -73,7 +73,7 @@ class Calls:
 
     async def _request(self, request: web.BaseRequest) -> web.StreamResponse:
         """A client's request: its headers, and behind them its body."""
-        body = await request.read()
+        body = await _body_of(request)
         try:
             version, kind, head = request.headers.get(names.HEAD_HEADER, "").split(" ")
             headers = read_head(base64.b64decode(head))
@@ -130,12 +130,17 @@ class Calls:
         if turn not in self._fast.named:  # unread: who knows no turn must not say how large a text gets unpacked
             return web.Response(status=404, headers=_OURS)
         try:
-            part = Part.read(told.get(names.PART_HEADER, ""), await request.read())
+            part = Part.read(told.get(names.PART_HEADER, ""), await _body_of(request))
         except ValueError:
             self._world.warn_once(_OTHER_SCRIPT)
             return web.Response(status=400, headers=_OURS)
         known = await self._fast.part(turn, part)
         return web.Response(status=200 if known else 404, headers=_OURS)
+
+
+async def _body_of(request: web.BaseRequest) -> bytes:
+    # `request.read()` would keep it for as long as its connection has no other request.
+    return await request.content.read()
 
 
 def _request(

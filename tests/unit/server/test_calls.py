@@ -1,11 +1,13 @@
 """Requests in the fast lane: what a script that calls the router is told, over HTTP."""
 
 import asyncio
+import gc
 import json
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from kvreturn.core.turn import Turn
 from kvreturn.server.called import CalledSide
@@ -252,6 +254,15 @@ async def test_a_body_of_many_megabytes_reaches_the_router() -> None:
     body = chat("x" * (20 << 20), stream=True)
     went = await told(harness(), Request(pieces=[body]))
     assert len(went.body) > len(body)
+
+
+async def test_a_body_is_not_kept_for_as_long_as_its_connection() -> None:
+    async with calling(harness()) as script:
+        await script.request(Request(pieces=[chat("x" * 2_000_000)]))
+        idle = [o for o in gc.get_objects() if isinstance(o, web.BaseRequest) and o.path == "/kvreturn/request"]
+        assert idle  # aiohttp has the last one of a connection until the next comes
+        kept = [value for request in idle for value in vars(request).values() if isinstance(value, bytes)]
+        assert sum(map(len, kept)) < 100_000
 
 
 async def test_a_client_that_leaves_during_the_prefill_leg_ends_it() -> None:
