@@ -154,7 +154,7 @@ def _two() -> tuple[str, str]:
 
 
 def router_settings(p: str, d: str, lane: str) -> dict[str, Any]:
-    """A router's settings, in the form of its file: all defaults, on free ports."""
+    """A router's settings, in the form of its file, on free ports: all defaults, but that one tenant may do it all."""
     listen, calls, admin, *envoy = free_addresses(6)
     ports: dict[str, Any] = dict(zip(("listen", "prefill_listen", "admin"), envoy, strict=True))
     if "lane" in Envoy.model_fields:
@@ -166,6 +166,7 @@ def router_settings(p: str, d: str, lane: str) -> dict[str, Any]:
         "secret": "the secret of a benchmark",
         "pools": {"prefill": [p], "decode": [d]},
         "drain_timeout": 1.0,
+        "limits": {"live_turns_per_tenant": 10_000},
         "envoy": ports,
     }
 
