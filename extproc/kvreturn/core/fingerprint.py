@@ -124,7 +124,7 @@ class Trail:
         nearest = 2 * _SAME_SESSION
         found = [k for key in keys[:nearest] for k in self.places(key, session)] + keys[nearest:]
         if session and self.depth:
-            found.remove(_prompt_key(self.digests[-1]))
+            found.remove(_PROMPT + self.digests[-1])
         return found
 
     def places(self, key: bytes, session: bytes | None) -> list[bytes]:
@@ -133,11 +133,11 @@ class Trail:
 
     def turn_key(self) -> bytes | None:
         """Where a turn with all of these items (its answer included) is stored. None if there are no items."""
-        return _turn_key(self.digests[-1]) if self.depth else None
+        return _TURN + self.digests[-1] if self.depth else None
 
     def prompt_key(self) -> bytes | None:
         """Where a turn is found whose prompt has all of these items, whatever its answer. None if there are none."""
-        return _prompt_key(self.digests[-1]) if self.depth else None
+        return _PROMPT + self.digests[-1] if self.depth else None
 
 
 def segments(data: bytes, size: int) -> Sequence[bytes]:
@@ -163,11 +163,3 @@ def _keyed(key: bytes) -> "hashlib._Hash":
     # half of the digest is kept: who sees that cannot go on from there. The key fills a block, so that no key's end can
     # pass for the beginning of a text.
     return hashlib.sha256(key.ljust(_BLOCK, b"\0"))
-
-
-def _turn_key(digest: bytes) -> bytes:
-    return _TURN + digest
-
-
-def _prompt_key(digest: bytes) -> bytes:
-    return _PROMPT + digest

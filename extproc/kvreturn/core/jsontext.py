@@ -15,9 +15,9 @@ _values = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STDLIB = json.JSONDecoder()
 _SPACE = rb"[ \t\n\r]*"
 _NAME = rb'%b("[^"\\\x00-\x1f]*(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*)*")%b:%b' % (_SPACE, _SPACE, _SPACE)
-_FIRST, _NEXT = (re.compile(_SPACE + mark + _NAME) for mark in (rb"\{", b","))
-_OBJECT = re.compile(_SPACE + rb"\{")
-_EMPTY, _END = (re.compile(_SPACE + mark + _SPACE) for mark in (rb"\{%b\}" % _SPACE, rb"\}"))
+_OPEN = re.compile(_SPACE + rb"\{")
+_FIRST, _NEXT = re.compile(_NAME), re.compile(_SPACE + b"," + _NAME)
+_END = re.compile(_SPACE + rb"\}" + _SPACE)
 
 
 _MAX_MEMBERS = 10_000  # no request or response has a hundredth of it; each costs time
@@ -83,16 +83,19 @@ class ObjectText:
 
     def get(self, name: str) -> bytes | None:
         """The raw value of `name`; the last one of several, as JSON parsers have it."""
-        for member in reversed(self.members):
-            if member.name == name:
-                return self.text[member.value : member.end]
-        return None
+        at = self._find(name)
+        return None if at is None else self.text[at]
 
     def load(self, name: str) -> Any:  # noqa: ANN401 - JSON
         """The decoded value of `name`, None where it is absent."""
+        at = self._find(name)
+        return None if at is None else loads(memoryview(self.text)[at])
+
+    def _find(self, name: str) -> slice | None:
+        """Where the value of `name` stands."""
         for member in reversed(self.members):
             if member.name == name:
-                return loads(memoryview(self.text)[member.value : member.end])
+                return slice(member.value, member.end)
         return None
 
     def __contains__(self, name: object) -> bool:
@@ -197,7 +200,11 @@ def _members(text: bytes, value_end: Callable[[str, int], int]) -> list[Member]:
         JSONTextError: not one JSON object.
     """
     members: list[Member] = []
-    end, head = 0, _FIRST.match(text)
+    opening = _OPEN.match(text)
+    if not opening:
+        raise JSONTextError("the body is not a JSON object")
+    end = opening.end()
+    head = _FIRST.match(text, end)
     while head:
         name, value = _name(head[1]), head.end()
         end = value_end(name, value)
@@ -205,11 +212,8 @@ def _members(text: bytes, value_end: Callable[[str, int], int]) -> list[Member]:
         if len(members) > _MAX_MEMBERS:
             raise TooManyError(f"an object with more than {_MAX_MEMBERS} members")
         head = _NEXT.match(text, end)
-    if not (_END.fullmatch(text, end) if members else _EMPTY.fullmatch(text)):
-        opening = _OBJECT.match(text)
-        if not opening:
-            raise JSONTextError("the body is not a JSON object")
-        raise JSONTextError(f"not JSON: neither a member nor the end of the object at byte {end or opening.end()}")
+    if not _END.fullmatch(text, end):
+        raise JSONTextError(f"not JSON: neither a member nor the end of the object at byte {end}")
     return members
 
 

@@ -149,12 +149,9 @@ def _message(message: Mapping[str, Any], *, strict: bool) -> bytes:
     # Nearly all messages are plain text. For these the JSON is spared: it is as much work as to read the whole body.
     # What is written here begins with a letter, so that it is never the JSON of another message.
     role, content = message.get("role"), joined_text(message.get("content"))
-    if isinstance(role, str) and role in _ROLES and isinstance(content, str) and content:
-        try:
-            if not (message.get("refusal") or message.get("tool_calls")):
-                return f"{role} {content}".encode()
-        except UnicodeEncodeError:  # lone surrogates
-            pass
+    plain = isinstance(role, str) and role in _ROLES and isinstance(content, str) and content
+    if plain and not (message.get("refusal") or message.get("tool_calls")):
+        return f"{role} {content}".encode(errors="surrogatepass")
     return canonical(_loose(message))
 
 
